@@ -1,0 +1,55 @@
+"""packshift: a folder of pictures becomes one fast file for PyTorch.
+
+    from packshift import convert, open_dataset
+
+    convert("photos/", "photos.lmdb")
+    dataset = open_dataset("photos.lmdb")
+    image, label = dataset[0]
+
+Importing this package loads none of torch, lmdb, h5py and Pillow: each name below is imported at its first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from packshift._version import __version__
+
+if TYPE_CHECKING:
+    from packshift.conversion import Report, convert
+    from packshift.datasets import HDF5Dataset, ImageFolderDataset, LMDBDataset, open_dataset
+    from packshift.errors import PackshiftError
+
+_HOMES = {
+    "HDF5Dataset": "datasets",
+    "ImageFolderDataset": "datasets",
+    "LMDBDataset": "datasets",
+    "PackshiftError": "errors",
+    "Report": "conversion",
+    "convert": "conversion",
+    "open_dataset": "datasets",
+}
+
+__all__ = [
+    "HDF5Dataset",
+    "ImageFolderDataset",
+    "LMDBDataset",
+    "PackshiftError",
+    "Report",
+    "__version__",
+    "convert",
+    "open_dataset",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'packshift' has no attribute {name!r}")
+    value = getattr(import_module(f"packshift.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

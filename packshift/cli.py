@@ -1,0 +1,193 @@
+"""The command line: gather the options, call one function, print.
+
+Results go to stdout, progress and log to stderr. Every error is one line. Exit codes: 0 all done; 1 failed, nothing
+published; 2 wrong usage; 3 published, but some files were skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from packshift._version import __version__
+from packshift.errors import PackshiftError, UsageError
+from packshift.sources import AUTO, layout_names
+from packshift.stores import format_names
+
+FAILED = 1
+WRONG_USAGE = 2
+SOME_SKIPPED = 3
+
+
+class _Commands(click.Group):
+    """Prints each error as one line and turns it into the exit code of the contract."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = super().main(*args, **{**kwargs, "standalone_mode": False})
+        except click.UsageError as error:
+            command = error.ctx.command_path if error.ctx else "packshift"
+            _fail(f"{error.format_message()} (see {command} --help)", WRONG_USAGE)
+        except click.ClickException as error:
+            _fail(error.format_message(), FAILED)
+        except UsageError as error:
+            _fail(str(error), WRONG_USAGE)
+        except PackshiftError as error:
+            _fail(str(error), FAILED)
+        except (click.Abort, KeyboardInterrupt):
+            _fail("interrupted: nothing was published; the same command starts again", FAILED)
+        except BrokenPipeError:
+            # The reader of our output has gone (packshift info ... | head); keep Python from complaining at exit.
+            sys.stderr.close()
+            sys.exit(FAILED)
+        sys.exit(result if isinstance(result, int) else 0)
+
+
+def _fail(message: str, code: int) -> None:
+    from packshift.report import printable
+
+    click.echo(f"packshift: {printable(message)}", err=True)
+    sys.exit(code)
+
+
+def _echo(text: str, *, err: bool = False) -> None:
+    """Print whatever the terminal's encoding can show, the rest escaped, instead of failing on it."""
+    stream = sys.stderr if err else sys.stdout
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    click.echo(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
+
+
+def _print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2))
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress and no summary; errors are still named.")
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="packshift")
+def main() -> None:
+    """Turn a folder of pictures into one fast file for PyTorch.
+
+    \b
+    packshift convert photos/ photos.lmdb
+    packshift info photos.lmdb
+    """
+
+
+@main.command()
+@click.argument("source", metavar="SRC", type=click.Path())
+@click.argument("target", metavar="OUT", type=click.Path())
+@click.option(
+    "--size",
+    default="256",
+    show_default=True,
+    metavar="N|HxW|none",
+    help="Side of the square, or height x width, in pixels; none: every picture keeps its own size.",
+)
+@click.option(
+    "--fit",
+    type=click.Choice(["crop", "pad", "stretch"]),
+    default="crop",
+    show_default=True,
+    help="crop: cover the size and cut the middle out; pad: fit inside, black around; stretch: ignore proportions.",
+)
+@click.option("--jobs", type=click.IntRange(min=1), help="Pictures decoded at a time.  [default: the CPUs this process may use]")
+@click.option(
+    "--on-error",
+    type=click.Choice(["skip", "stop"]),
+    default="skip",
+    show_default=True,
+    help="What to do about a picture that cannot be read.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace OUT if it exists, once the new store is whole.")
+@click.option("--format", "format_", type=click.Choice(format_names()), help="Format of OUT.  [default: by its suffix]")
+@click.option(
+    "--layout",
+    type=click.Choice([AUTO, *layout_names()]),
+    default=AUTO,
+    show_default=True,
+    help="How SRC is arranged: SRC/CLASS/**/picture, or pictures without classes.",
+)
+@json_option
+@quiet_option
+def convert(
+    source: str,
+    target: str,
+    size: str,
+    fit: str,
+    jobs: int | None,
+    on_error: str,
+    overwrite: bool,
+    format_: str | None,
+    layout: str,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Convert the pictures in SRC to one store file OUT (.lmdb, .h5 or .hdf5).
+
+    SRC holds one folder per class (labels count from 0 in the order of the sorted names), or pictures alone (label -1).
+    Pixels are stored as uint8 RGB, upright. OUT appears when it is whole, or not at all.
+
+    \b
+    packshift convert photos/ photos.lmdb
+    packshift convert photos/ photos.h5 --size 224 --jobs 8
+
+    Exit code 3 means that OUT is there but some pictures were skipped; each is named on stderr and by packshift info.
+    """
+    from packshift.conversion import make_plan, run_plan
+    from packshift.report import plan_text, printable, report_json, report_text
+
+    plan = make_plan(
+        source, target, size=size, fit=fit, layout=layout, format=format_, jobs=jobs, on_error=on_error, overwrite=overwrite
+    )
+    if not quiet:
+        _echo(plan_text(plan), err=True)
+    with _progress_bar(len(plan.listing), quiet=quiet) as progress:
+        report = run_plan(plan, progress=progress)
+    for skipped in report.skipped:
+        _echo(f"skipped {printable(skipped.path)}: {skipped.reason}", err=True)
+    if as_json:
+        _print_json(report_json(report))
+    elif not quiet:
+        _echo(report_text(report))
+    return SOME_SKIPPED if report.skipped else 0
+
+
+@contextmanager
+def _progress_bar(total: int, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on stderr with rate and time left; none where stderr is not a terminal."""
+    if quiet:
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit=" images", disable=None, file=sys.stderr, dynamic_ncols=True) as bar:
+        yield lambda done, _: bar.update(done - bar.n) and None
+
+
+@main.command()
+@click.argument("store", type=click.Path())
+@click.option("--skipped", "all_skipped", is_flag=True, help="List every skipped file.")
+@json_option
+def info(store: str, all_skipped: bool, as_json: bool) -> None:
+    """Show what is in STORE: format, count, shape, classes, preprocessing, size, versions, skipped files.
+
+    \b
+    packshift info photos.lmdb
+    packshift info photos.lmdb --json
+    """
+    from packshift.report import info_json, info_text
+    from packshift.stores._reader import Reader
+
+    reader = Reader(store)
+    if as_json:
+        _print_json(info_json(reader))
+    else:
+        _echo(info_text(reader, all_skipped=all_skipped))

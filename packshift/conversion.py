@@ -1,0 +1,247 @@
+"""The conversion: read and preprocess pictures on several threads, write them in order, publish the store whole.
+
+Threads rather than processes: Pillow gives up the interpreter lock while it decodes and resizes, so two threads keep
+two cores busy, and no pixels have to be copied from process to process. The calling thread writes; it hands out at most
+`WINDOW_PER_JOB` pictures a job beyond the one it waits for, so memory does not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packshift._version import __version__
+from packshift.errors import ImageError, SourceError, TargetError, UsageError
+from packshift.machine import usable_cpus
+from packshift.preprocess import Preprocessing, make_record, parse_size
+from packshift.record import Listing, Record, Sample, Skipped
+from packshift.sources import AUTO, scan
+from packshift.stores import format_of_target
+from packshift.stores._format import Format
+from packshift.stores._partial import PartialFile, partial_file
+from packshift.stores._reader import Reader
+from packshift.stores._writer import Description, Writer
+
+ON_ERROR = ("skip", "stop")
+WINDOW_PER_JOB = 8
+
+Progress = Callable[[int, int], None]
+"""Called with (pictures done, pictures in all) after each picture, from the thread that called `convert`."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversion is going to do: shown before it does it."""
+
+    listing: Listing
+    target: Path
+    format: Format
+    settings: Preprocessing
+    jobs: int
+    on_error: str
+    overwrite: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did.
+
+    `found` = `written` + len(`skipped`). Sizes are in bytes: `source_bytes` of the pictures written, `store_bytes` of
+    the store. `images_per_s` counts written pictures over `seconds`, scanning and syncing included. `notes` counts
+    pictures by what was done to them beyond the settings, `ignored` files that are not pictures, by reason.
+    """
+
+    target: str
+    format: str
+    found: int
+    written: int
+    skipped: Sequence[Skipped]
+    classes: tuple[str, ...]
+    empty_classes: tuple[str, ...]
+    source_bytes: int
+    store_bytes: int
+    seconds: float
+    images_per_s: float
+    notes: Mapping[str, int]
+    ignored: Mapping[str, int]
+    ignored_examples: Mapping[str, Sequence[str]]
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    size: int | str | tuple[int, int] | None = 256,
+    fit: str = "crop",
+    layout: str = AUTO,
+    format: str | None = None,
+    jobs: int | None = None,
+    on_error: str = "skip",
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Convert a folder of pictures into one store file of uint8 pixels (H, W, 3), and return what was done.
+
+    `size` is 256, (height, width) or None (every picture keeps its own), `fit` one of "crop", "pad", "stretch". The
+    format follows the target's suffix unless `format` names it. `jobs` threads decode (default: the CPUs this process
+    may use); the store's bytes do not depend on them. With `on_error="stop"` the first unreadable picture ends the run.
+
+    The target appears when it is whole, or not at all; an existing one is replaced only with `overwrite=True`, in the
+    last moment. Raises UsageError, SourceError, TargetError, and with "stop" ImageError.
+    """
+    started = time.perf_counter()
+    plan = make_plan(
+        source, target, size=size, fit=fit, layout=layout, format=format, jobs=jobs, on_error=on_error, overwrite=overwrite
+    )
+    return run_plan(plan, progress=progress, started=started)
+
+
+def make_plan(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    size: int | str | tuple[int, int] | None = 256,
+    fit: str = "crop",
+    layout: str = AUTO,
+    format: str | None = None,
+    jobs: int | None = None,
+    on_error: str = "skip",
+    overwrite: bool = False,
+) -> Plan:
+    """Check every argument and list the source; write nothing. Arguments and errors are those of `convert`."""
+    if on_error not in ON_ERROR:
+        raise UsageError(f"unknown on_error {on_error!r}: expected one of {', '.join(ON_ERROR)}")
+    jobs = usable_cpus() if jobs is None else jobs
+    if jobs < 1:
+        raise UsageError(f"jobs {jobs}: expected at least 1")
+    settings = Preprocessing(parse_size(size), fit)
+    chosen = format_of_target(Path(target), format)
+    path = _checked_target(Path(target), overwrite=overwrite)
+    return Plan(scan(source, layout), path, chosen, settings, jobs, on_error, overwrite)
+
+
+def run_plan(plan: Plan, *, progress: Progress | None = None, started: float | None = None) -> Report:
+    """Carry out a plan. `started` is the `time.perf_counter()` from which seconds count (default: now)."""
+    started = time.perf_counter() if started is None else started
+    skipped: list[Skipped] = []
+    with partial_file(plan.target) as file:
+        writer = Writer(file, plan.format, plan.settings.shape)
+        for done, outcome in enumerate(_outcomes(plan), 1):
+            if isinstance(outcome, Record):
+                writer.append(outcome)
+            else:
+                if plan.on_error == "stop":
+                    raise ImageError(f"{outcome.path}: {outcome.reason}. Nothing was written (--on-error stop)")
+                skipped.append(outcome)
+                writer.skip(outcome)
+            if progress is not None:
+                progress(done, len(plan.listing))
+        if not len(writer):
+            raise SourceError(
+                f"none of the {len(plan.listing):,} pictures in {plan.listing.root} can be read; the first, "
+                f"{skipped[0].path}: {skipped[0].reason}"
+            )
+        if len(writer) + len(skipped) != len(plan.listing):
+            raise TargetError(f"{plan.target}: {len(plan.listing)} pictures went in, {len(writer)} came out")
+        writer.finish(_description(plan))
+        store = Reader(file.path, format=plan.format.name)
+        plan.format.check(file.path, store.info)
+        file.publish(overwrite=plan.overwrite)
+    seconds = time.perf_counter() - started
+    return Report(
+        target=str(plan.target),
+        format=plan.format.name,
+        found=len(plan.listing),
+        written=len(writer),
+        skipped=tuple(skipped),
+        classes=plan.listing.classes,
+        empty_classes=plan.listing.empty_classes,
+        source_bytes=store.info.source["bytes"],
+        store_bytes=store.file_size,
+        seconds=seconds,
+        images_per_s=len(writer) / seconds,
+        notes=store.info.notes,
+        ignored=plan.listing.ignored,
+        ignored_examples=plan.listing.ignored_examples,
+    )
+
+
+def _checked_target(target: Path, *, overwrite: bool) -> Path:
+    """The real path to write, links followed; raises TargetError where it cannot be."""
+    path = Path(os.path.realpath(target))
+    if path.is_dir():
+        raise TargetError(f"{target} is a folder: expected the name of a file to write, such as {target / 'out.lmdb'}")
+    if path.exists() and not path.is_file():
+        raise TargetError(f"{target} is not a regular file: expected the name of a file to write")
+    if path.exists() and not overwrite:
+        raise TargetError(f"{target} exists: choose another name, or replace it with --overwrite")
+    if not path.parent.is_dir():
+        raise TargetError(f"the folder {target.parent} of the target {target.name} does not exist: create it first")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise TargetError(f"{target}: the folder {target.parent} is not writable")
+    return path
+
+
+def _outcomes(plan: Plan) -> Iterator[Record | Skipped]:
+    """One outcome per listed picture, in the listing's order."""
+    root = Path(plan.listing.root)
+    indices = iter(range(len(plan.listing)))
+    waiting: deque[Future[Record | Skipped]] = deque()
+    pool = ThreadPoolExecutor(plan.jobs, thread_name_prefix="packshift-decode")
+    with _quiet_warnings():
+        try:
+            for index in indices:
+                waiting.append(pool.submit(_load, root, plan.listing.sample(index), plan.settings))
+                if len(waiting) > plan.jobs * WINDOW_PER_JOB:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _load(root: Path, sample: Sample, settings: Preprocessing) -> Record | Skipped:
+    try:
+        data = (root / sample.name).read_bytes()
+    except OSError as error:
+        return Skipped(sample.name, f"cannot be read: {error.strerror}")
+    try:
+        return make_record(data, sample, settings)
+    except ImageError as error:
+        return Skipped(sample.name, str(error))
+
+
+@contextmanager
+def _quiet_warnings() -> Iterator[None]:
+    """Pillow warns, once a picture, of things that are counted in the report or change no pixel."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"PIL\.")
+        yield
+
+
+def _description(plan: Plan) -> Description:
+    return Description(
+        classes=plan.listing.classes,
+        preprocessing=plan.settings.to_json(),
+        source={"layout": plan.listing.layout, "found": len(plan.listing)},
+        tools=tool_versions(),
+    )
+
+
+def tool_versions() -> dict[str, str]:
+    """Versions of everything that decides about a store's pixels."""
+    from PIL import __version__ as pillow_version
+    from PIL import features
+
+    versions: dict[str, Any] = {"packshift": __version__, "pillow": pillow_version}
+    for library, feature in (("libjpeg-turbo", "libjpeg_turbo"), ("libjpeg", "jpg"), ("zlib", "zlib"), ("webp", "webp")):
+        versions[library] = features.version(feature)
+    return {name: str(version) for name, version in versions.items() if version is not None}

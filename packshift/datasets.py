@@ -1,0 +1,266 @@
+"""The torch face of a store: a path that reads, never a handle that has to be carried about.
+
+A dataset keeps the store's path, its identity and a few numbers; the file is mapped at the first read of each process
+and by nobody before. So a dataset pickles in a few hundred bytes at any time, and works under fork, spawn and forkserver
+without a worker_init_fn.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from packshift.errors import ImageError, NotAStoreError
+from packshift.preprocess import Preprocessing, make_record, parse_size
+from packshift.record import Names, StoreInfo
+from packshift.sources import AUTO, scan
+from packshift.stores._reader import Reader
+
+Transform = Callable[[Any], Any]
+Item = tuple[Any, Any]
+
+
+class PictureDataset(Dataset[Item]):
+    """What all packshift datasets share. Items are `(image, label)`.
+
+    `image` is a uint8 tensor (3, H, W) that owns its memory and may be written to (a channels-last view, as the pixels
+    are stored), `label` an int, -1 throughout where the source had no class folders. `transform` is called with the
+    image, `target_transform` with the label, as in torchvision.
+    """
+
+    classes: tuple[str, ...]
+
+    def __init__(self, transform: Transform | None, target_transform: Transform | None) -> None:
+        self.transform = transform
+        self.target_transform = target_transform
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def targets(self) -> NDArray[np.int64]:
+        """(N,) int64, read-only: the label of every item."""
+
+    @property
+    @abstractmethod
+    def paths(self) -> Sequence[str]:
+        """(N,) path of every item relative to the source folder, decoded as they are asked for."""
+
+    @abstractmethod
+    def _pixels(self, index: int) -> NDArray[np.uint8]:
+        """(H, W, 3) uint8 of one item, in memory of its own."""
+
+    @property
+    def class_to_idx(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self.classes)}
+
+    def __getitem__(self, index: int) -> Item:
+        position = self._position(index)
+        image: Any = torch.from_numpy(self._pixels(position)).permute(2, 0, 1)
+        label: Any = int(self.targets[position])
+        if self.transform is not None:
+            image = self.transform(image)
+        if self.target_transform is not None:
+            label = self.target_transform(label)
+        return image, label
+
+    def _position(self, index: int) -> int:
+        """`index` as 0 .. len - 1; accepts anything that is an integer, negative ones count from the end."""
+        try:
+            position = operator.index(index)
+        except TypeError:
+            raise TypeError(
+                f"index {index!r}: expected an integer; for several items use torch.utils.data.Subset or a DataLoader"
+            ) from None
+        count = len(self)
+        if not -count <= position < count:
+            raise IndexError(f"index {position} is out of range for {count} items")
+        return position % count
+
+
+class StoreDataset(PictureDataset):
+    """A dataset over a store of any format; `LMDBDataset` and `HDF5Dataset` take one format only.
+
+    Raises StoreError where the file is not a whole store. Nothing stays open after the constructor. `close()` releases
+    the map; the next read makes it again. Items, and what was read of `targets` and `paths`, stay valid.
+    """
+
+    format: str | None = None
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        transform: Transform | None = None,
+        target_transform: Transform | None = None,
+    ) -> None:
+        super().__init__(transform, target_transform)
+        self.path = os.path.abspath(path)
+        reader = Reader(self.path, format=self.format)
+        self._identity = reader.identity
+        self._length = reader.info.count
+        self._shape = reader.info.shape
+        self._reader: Reader | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reader": None}
+
+    @property
+    def _store(self) -> Reader:
+        if self._reader is None:
+            self._reader = Reader(self.path, format=self.format, identity=self._identity)
+        return self._reader
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def info(self) -> StoreInfo:
+        """The store's header: format version, counts, classes, preprocessing, tool versions."""
+        return self._store.info
+
+    @property
+    def classes(self) -> tuple[str, ...]:  # type: ignore[override]  # read from the store, so that it is not pickled
+        return self._store.info.classes
+
+    @property
+    def targets(self) -> NDArray[np.int64]:
+        return self._store.labels
+
+    @property
+    def paths(self) -> Names:
+        return self._store.paths
+
+    def meta(self, index: int) -> dict[str, Any]:
+        """Where one item came from: path, label, class, and of the source file size (bytes), SHA-256, (height, width)."""
+        position = self._position(index)
+        store = self._store
+        label = int(store.labels[position])
+        return {
+            "path": store.paths[position],
+            "label": label,
+            "class": store.info.classes[label] if store.info.labelled else None,
+            "source_size": int(store.array("source_sizes")[position]),
+            "source_sha256": store.array("source_sha256")[position].tobytes().hex(),
+            "original_size": tuple(store.array("original_sizes")[position].tolist()),
+        }
+
+    def _pixels(self, index: int) -> NDArray[np.uint8]:
+        return self._store.pixels(index).copy()
+
+    def close(self) -> None:
+        self._reader = None
+
+    def __enter__(self) -> StoreDataset:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        shape = "of various sizes" if self._shape is None else f"{self._shape[2]}x{self._shape[0]}x{self._shape[1]}"
+        return f"{type(self).__name__}({self.path!r}: {self._length:,} images {shape} uint8)"
+
+
+class LMDBDataset(StoreDataset):
+    """A dataset over an LMDB store made by `packshift convert`; see `StoreDataset`."""
+
+    format = "lmdb"
+
+
+class HDF5Dataset(StoreDataset):
+    """A dataset over an HDF5 store made by `packshift convert`; see `StoreDataset`."""
+
+    format = "hdf5"
+
+
+class ImageFolderDataset(PictureDataset):
+    """The same pixels straight from the pictures, decoded at every read: what a store saves, and what it must equal.
+
+    `size` and `fit` as in `convert`. An unreadable picture raises ImageError when it is read; a store would have left it
+    out, so with such pictures the indices of the two differ.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        transform: Transform | None = None,
+        target_transform: Transform | None = None,
+        *,
+        size: int | str | tuple[int, int] | None = 256,
+        fit: str = "crop",
+        layout: str = AUTO,
+    ) -> None:
+        super().__init__(transform, target_transform)
+        self.root = os.path.abspath(root)
+        self._settings = Preprocessing(parse_size(size), fit)
+        self._listing = scan(self.root, layout)
+        self.classes = self._listing.classes
+
+    def __len__(self) -> int:
+        return len(self._listing)
+
+    @property
+    def targets(self) -> NDArray[np.int64]:
+        return self._listing.labels
+
+    @property
+    def paths(self) -> Names:
+        return self._listing.names
+
+    def _pixels(self, index: int) -> NDArray[np.uint8]:
+        sample = self._listing.sample(index)
+        path = Path(self.root) / sample.name
+        try:
+            record = make_record(path.read_bytes(), sample, self._settings)
+        except OSError as error:
+            raise ImageError(f"{path}: cannot be read: {error.strerror}") from error
+        except ImageError as error:
+            raise ImageError(f"{path}: {error}") from error
+        return record.pixels if record.pixels.flags.writeable else record.pixels.copy()
+
+    def close(self) -> None:
+        """Nothing is kept open; here so that datasets can be exchanged for each other."""
+
+    def __enter__(self) -> ImageFolderDataset:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.root!r}: {len(self):,} pictures, {self._settings.describe()})"
+
+
+_CLASSES: Mapping[str, type[StoreDataset]] = {"lmdb": LMDBDataset, "hdf5": HDF5Dataset}
+
+
+def open_dataset(
+    path: str | os.PathLike[str],
+    transform: Transform | None = None,
+    target_transform: Transform | None = None,
+) -> StoreDataset:
+    """The dataset over a store of any format, told by its content, not its name.
+
+    Raises StoreError where `path` is not a whole store (for a folder of pictures there is `ImageFolderDataset`).
+    """
+    if os.path.isdir(path):
+        raise NotAStoreError(
+            f"{os.fspath(path)} is a folder: expected a store file; for the pictures in a folder use ImageFolderDataset"
+        )
+    found = Reader(path).info.format
+    return _CLASSES.get(found, StoreDataset)(path, transform, target_transform)

@@ -1,0 +1,146 @@
+"""Results as text for people and as JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from packshift.conversion import Plan, Report
+from packshift.preprocess import NOTES
+from packshift.stores._reader import Reader
+
+_CLASSES_SHOWN = 20
+_NAMES_SHOWN = 3
+
+
+def human_bytes(count: float) -> str:
+    """1,234,567 as "1.2 MB": powers of 1,000, as disks and `ls --si` count."""
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:,.0f} bytes" if unit == "bytes" else f"{count:,.1f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"
+
+
+def printable(name: str) -> str:
+    """A file name fit for any terminal: line breaks, control characters and bytes that are not UTF-8 escaped."""
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in name)
+
+
+def plan_text(plan: Plan) -> str:
+    listing = plan.listing
+    count = f"{len(listing):,} pictures"
+    classes = f"{len(listing.classes):,} classes" if listing.labelled else "no class folders: every label will be -1"
+    lines = [
+        f"{printable(listing.root)}: {count}, {classes}",
+        f"{printable(str(plan.target))}: {plan.format.name}, {plan.settings.describe()}, {plan.jobs} jobs",
+    ]
+    lines += [f"note: {note}" for note in _listing_notes(listing.ignored, listing.ignored_examples, listing.empty_classes)]
+    order_note = _numeric_order_note(listing.classes)
+    return "\n".join(lines + ([f"note: {order_note}"] if order_note else []))
+
+
+def _listing_notes(
+    ignored: Mapping[str, int], examples: Mapping[str, Sequence[str]], empty_classes: Sequence[str]
+) -> Iterator[str]:
+    for reason, count in ignored.items():
+        yield f"left out {count:,} {reason} ({_some(examples[reason], count)})"
+    if empty_classes:
+        yield (
+            f"{len(empty_classes):,} class folders hold no picture and keep their label "
+            f"({_some(empty_classes[:_NAMES_SHOWN], len(empty_classes))})"
+        )
+
+
+def _numeric_order_note(classes: Sequence[str]) -> str | None:
+    if not all(name.isascii() and name.isdigit() for name in classes) or list(classes) == sorted(classes, key=int):
+        return None
+    first = next(index for index, name in enumerate(classes) if int(name) != index)
+    return (
+        "class folders are sorted as text, as torchvision does, not as numbers: "
+        f"label {first} is folder {classes[first]!r}"
+    )
+
+
+def _some(names: Sequence[str], count: int) -> str:
+    shown = ", ".join(printable(name) for name in names)
+    return shown + (", ..." if count > len(names) else "")
+
+
+def report_text(report: Report) -> str:
+    ratio = report.store_bytes / report.source_bytes if report.source_bytes else 0.0
+    lines = [
+        f"{report.written:,} of {report.found:,} pictures written to {printable(report.target)}"
+        + (f", {len(report.skipped):,} skipped" if report.skipped else ""),
+        f"{human_bytes(report.store_bytes)} on disk, {ratio:.1f} times the {human_bytes(report.source_bytes)} of the pictures",
+        f"{report.seconds:.1f} s, {report.images_per_s:,.0f} images/s",
+    ]
+    lines += [f"{count:,} pictures {NOTES.get(note, note)}" for note, count in sorted(report.notes.items())]
+    return "\n".join(lines)
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    return asdict(report)
+
+
+def info_json(reader: Reader) -> dict[str, Any]:
+    info = reader.info
+    counts = np.bincount(reader.labels, minlength=len(info.classes)) if info.labelled else np.zeros(0, np.int64)
+    return {
+        "path": str(reader.path),
+        "format": info.format,
+        "version": info.version,
+        "count": info.count,
+        "image": {"shape": info.shape, "dtype": "uint8", "layout": "HWC", "channels": "RGB"},
+        "labelled": info.labelled,
+        "classes": [{"name": name, "count": int(count)} for name, count in zip(info.classes, counts, strict=True)],
+        "preprocessing": dict(info.preprocessing),
+        "source": dict(info.source),
+        "notes": dict(info.notes),
+        "store_bytes": reader.file_size,
+        "tools": dict(info.tools),
+        "skipped": [asdict(skipped) for skipped in reader.skipped],
+    }
+
+
+def info_text(reader: Reader, *, all_classes: bool = False, all_skipped: bool = False) -> str:
+    facts = info_json(reader)
+    shape = facts["image"]["shape"]
+    source_bytes = facts["source"].get("bytes", 0)
+    rows = [
+        ("store", f"{printable(facts['path'])}: {facts['format']}, format version {facts['version']}"),
+        ("images", f"{facts['count']:,}, {_shape_text(shape)}, uint8 RGB, stored height x width x channel"),
+        ("size", f"{human_bytes(facts['store_bytes'])} (pictures: {human_bytes(source_bytes)})"),
+        ("preprocessing", ", ".join(f"{key} {value}" for key, value in facts["preprocessing"].items() if value is not None)),
+        ("notes", ", ".join(f"{count:,} {NOTES.get(note, note)}" for note, count in facts["notes"].items()) or "none"),
+        ("made with", ", ".join(f"{name} {version}" for name, version in facts["tools"].items())),
+        ("classes", f"{len(facts['classes']):,}" if facts["labelled"] else "none: every label is -1"),
+    ]
+    lines = [f"{name:<14} {text}" for name, text in rows]
+    lines += _shortened(
+        [f"  {index:>5}  {printable(row['name'])}  {row['count']:,}" for index, row in enumerate(facts["classes"])],
+        _CLASSES_SHOWN,
+        all_classes,
+        "--json lists all",
+    )
+    lines.append(f"{'skipped':<14} {len(facts['skipped']):,} files")
+    lines += _shortened(
+        [f"  {printable(row['path'])}: {row['reason']}" for row in facts["skipped"]],
+        _CLASSES_SHOWN,
+        all_skipped,
+        "--skipped lists all",
+    )
+    return "\n".join(lines)
+
+
+def _shape_text(shape: Sequence[int] | None) -> str:
+    return "each in its own size" if shape is None else f"{shape[0]} x {shape[1]} (height x width)"
+
+
+def _shortened(lines: list[str], limit: int, everything: bool, hint: str) -> list[str]:
+    if everything or len(lines) <= limit:
+        return lines
+    return [*lines[:limit], f"  ... and {len(lines) - limit:,} more ({hint})"]

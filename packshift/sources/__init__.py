@@ -1,0 +1,73 @@
+"""Source layouts: one file a layout, found by their names.
+
+A layout is a module of this package without a leading underscore that has a `LAYOUT` (see `Layout`). It finds files,
+labels and their order; it never opens one.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol
+
+from packshift.errors import SourceError, UsageError
+from packshift.record import Listing
+from packshift.sources._tree import Tree, read_tree
+
+AUTO = "auto"
+
+
+class Layout(Protocol):
+    """What one file of this package provides."""
+
+    name: str
+
+    def fits(self, tree: Tree) -> bool:
+        """Whether `tree` looks like this layout. Exactly one layout should say so for any tree with a picture."""
+        ...
+
+    def arrange(self, tree: Tree) -> Listing:
+        """The pictures of `tree` with their labels, in the order in which they are stored."""
+        ...
+
+
+@cache
+def layout_names() -> tuple[str, ...]:
+    """Names of all layouts, sorted, without importing any of them ("class-folders" is `class_folders.py`)."""
+    modules = (module.name for module in pkgutil.iter_modules(__path__))
+    return tuple(sorted(name.replace("_", "-") for name in modules if not name.startswith("_")))
+
+
+def get_layout(name: str) -> Layout:
+    if name not in layout_names():
+        raise UsageError(f"unknown layout {name!r}: expected {AUTO} or one of {', '.join(layout_names())}")
+    found: Layout = import_module(f"{__name__}.{name.replace('-', '_')}").LAYOUT
+    return found
+
+
+def scan(root: str | os.PathLike[str], layout: str = AUTO) -> Listing:
+    """List the pictures under `root`.
+
+    Raises SourceError where the folder is missing, unreadable or holds no picture.
+    """
+    tree = read_tree(Path(root))
+    candidates = [get_layout(name) for name in (layout_names() if layout == AUTO else [layout])]
+    chosen = next((candidate for candidate in candidates if layout != AUTO or candidate.fits(tree)), None)
+    listing = chosen.arrange(tree) if chosen is not None else None
+    if listing is None or not len(listing):
+        raise SourceError(_nothing_found(tree, layout))
+    return listing
+
+
+def _nothing_found(tree: Tree, layout: str) -> str:
+    kind = "" if layout == AUTO else f" in the layout {layout}"
+    expected = f"no pictures{kind} in {tree.root}: expected {tree.root}/CLASS/*.jpg, or *.jpg directly in it; "
+    if tree.is_empty:
+        return expected + "the folder is empty"
+    found = [f"{len(tree.pictures):,} pictures elsewhere"] if tree.pictures else []
+    found += [f"{count:,} {reason} ({tree.examples(reason)})" for reason, count in tree.ignored.items()]
+    found += [f"{len(tree.folders):,} folders"] if tree.folders else []
+    return expected + "found " + ", ".join(found)

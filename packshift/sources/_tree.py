@@ -1,0 +1,121 @@
+"""One pass over a folder: which files are pictures, by their names, and what else there is.
+
+Hidden names are left out on every level (they are editors', file managers' and archivers' leavings, and a hidden folder
+taken for a class would shift every label), as are the few well-known ones without a dot. Links are followed, and a
+picture's place is that of the link; a folder that leads back into itself is entered once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from packshift.errors import SourceError
+
+SUFFIXES = frozenset(
+    b".jpg .jpeg .jpe .jfif .png .gif .bmp .tif .tiff .webp .ppm .pgm .pbm .pnm .avif .jp2 .mpo".split()
+)
+_JUNK = frozenset(name.encode() for name in ("Thumbs.db", "desktop.ini", "__MACOSX", "@eaDir"))
+
+HIDDEN = "hidden or system files and folders"
+OTHER_SUFFIX = "files without a picture's suffix"
+NOT_A_FILE = "pipes, sockets or devices"
+LOOP = "folders that lead back into themselves"
+OUTSIDE_CLASS = "pictures beside the class folders"
+
+_EXAMPLES = 3
+
+
+@dataclass
+class Tree:
+    """What a folder holds. All paths are bytes relative to `root`, with "/" between the parts.
+
+    `folders` are those directly under the root; `pictures` all pictures on any level, not sorted.
+    """
+
+    root: Path
+    folders: list[bytes] = field(default_factory=list)
+    pictures: list[bytes] = field(default_factory=list)
+    ignored: Counter[str] = field(default_factory=Counter)
+    _examples: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.folders or self.pictures or self.ignored)
+
+    def ignore(self, reason: str, path: bytes) -> None:
+        self.ignored[reason] += 1
+        if len(self._examples[reason]) < _EXAMPLES:
+            self._examples[reason].append(os.fsdecode(path))
+
+    def examples(self, reason: str) -> str:
+        names = self._examples[reason]
+        more = ", ..." if self.ignored[reason] > len(names) else ""
+        return ", ".join(repr(name) for name in names) + more
+
+    @property
+    def all_examples(self) -> dict[str, tuple[str, ...]]:
+        return {reason: tuple(names) for reason, names in self._examples.items()}
+
+
+def read_tree(root: Path) -> Tree:
+    """Walk `root` once. Raises SourceError where it, or a folder in it, cannot be read."""
+    tree = Tree(root)
+    if not root.exists():
+        raise SourceError(f"source folder {root} does not exist: expected a folder of pictures")
+    if not root.is_dir():
+        raise SourceError(f"source {root} is not a folder: expected a folder of pictures")
+    _walk(tree, os.fsencode(root), b"", ())
+    return tree
+
+
+def _walk(tree: Tree, folder: bytes, prefix: bytes, above: tuple[tuple[int, int], ...]) -> None:
+    # Explicit stack: a folder can be nested deeper than Python likes to recurse.
+    waiting = [(folder, prefix, above)]
+    while waiting:
+        folder, prefix, above = waiting.pop()
+        found = os.stat(folder)
+        here = (found.st_dev, found.st_ino)
+        if here in above:
+            tree.ignore(LOOP, prefix)
+            continue
+        for entry in _entries(folder):
+            path = prefix + b"/" + entry.name if prefix else entry.name
+            if entry.name.startswith(b".") or entry.name in _JUNK:
+                tree.ignore(HIDDEN, path)
+            elif _is_folder(entry):
+                if not prefix:
+                    tree.folders.append(path)
+                waiting.append((entry.path, path, (*above, here)))
+            elif os.path.splitext(entry.name)[1].lower() not in SUFFIXES:
+                tree.ignore(OTHER_SUFFIX, path)
+            elif not _may_be_read(entry):
+                tree.ignore(NOT_A_FILE, path)
+            else:
+                tree.pictures.append(path)
+
+
+def _entries(folder: bytes) -> Iterator[os.DirEntry[bytes]]:
+    try:
+        with os.scandir(folder) as entries:
+            yield from entries
+    except OSError as error:
+        raise SourceError(f"cannot list the folder {os.fsdecode(folder)}: {error.strerror}") from error
+
+
+def _is_folder(entry: os.DirEntry[bytes]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads to itself
+        return False
+
+
+def _may_be_read(entry: os.DirEntry[bytes]) -> bool:
+    """A regular file, or a link that leads nowhere: reading that fails later, with its name and reason."""
+    try:
+        return entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path))
+    except OSError:
+        return True

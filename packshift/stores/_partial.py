@@ -1,0 +1,154 @@
+"""The file under construction: beside the target, locked, and given the target's name only when it is whole.
+
+It is called `.NAME.partial`, always the same, so that what a killed run left is found and taken over instead of piling
+up. The lock goes with the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from packshift.errors import TargetError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+_NO_LOCKS_HERE = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
+_CROSS_LINK_REFUSED = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES}
+
+
+class PartialFile:
+    """A locked file opened for writing at given offsets; see `partial_file`."""
+
+    def __init__(self, path: Path, target: Path, fd: int) -> None:
+        self.path = path
+        self.target = target
+        self.fd = fd
+
+    def write_at(self, offset: int, *buffers: ReadableBuffer) -> int:
+        """Write the buffers one after another from `offset` on; return the offset behind them."""
+        views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
+        while views:
+            try:
+                written = os.pwritev(self.fd, views, offset)
+            except OSError as error:
+                raise self.failure(error) from error
+            offset += written
+            while views and written >= views[0].nbytes:
+                written -= views.pop(0).nbytes
+            if views:
+                views[0] = views[0][written:]
+        return offset
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        return os.pread(self.fd, nbytes, offset)
+
+    def resize(self, nbytes: int) -> None:
+        """Cut the file to `nbytes`, or extend it with zeros."""
+        try:
+            os.ftruncate(self.fd, nbytes)
+        except OSError as error:
+            raise self.failure(error) from error
+
+    def sync(self) -> None:
+        """Wait until everything written so far is on disk."""
+        try:
+            os.fsync(self.fd)
+        except OSError as error:
+            raise self.failure(error) from error
+
+    def failure(self, error: OSError) -> TargetError:
+        """The one line for a failed write."""
+        folder = self.target.parent
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            written = os.fstat(self.fd).st_size
+            return TargetError(
+                f"{self.target}: the disk is full after {written / 1e6:,.1f} MB were written; "
+                f"make room in {folder} or write elsewhere. Nothing was published and the partial file is removed"
+            )
+        return TargetError(f"{self.target}: writing failed: {error.strerror}. Nothing was published")
+
+    def publish(self, *, overwrite: bool) -> None:
+        """Give the file its name. The old store stays readable, under its name, up to this moment."""
+        try:
+            if overwrite:
+                os.replace(self.path, self.target)
+            else:
+                self._name_if_free()
+            folder = os.open(self.target.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise self.failure(error) from error
+
+    def _name_if_free(self) -> None:
+        """Rename without replacing: a hard link fails where the name is taken, which a rename would not."""
+        try:
+            os.link(self.path, self.target)
+        except FileExistsError:
+            raise TargetError(f"{self.target} appeared while the conversion ran; it was left as it is") from None
+        except OSError as error:
+            if error.errno not in _CROSS_LINK_REFUSED:
+                raise
+            os.rename(self.path, self.target)
+        else:
+            os.unlink(self.path)
+
+
+@contextmanager
+def partial_file(target: Path) -> Iterator[PartialFile]:
+    """Open the partial file of `target`, empty and locked; remove it at the end unless it was published."""
+    path = partial_path(target)
+    fd = _open_locked(path, target)
+    try:
+        try:
+            os.ftruncate(fd, 0)
+            yield PartialFile(path, target, fd)
+        finally:
+            if _is_named(fd, path):
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+    finally:
+        os.close(fd)
+
+
+def partial_path(target: Path) -> Path:
+    return target.with_name(f".{target.name}.partial")
+
+
+def _open_locked(path: Path, target: Path) -> int:
+    while True:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise TargetError(f"{target}: cannot write in {target.parent}: {error.strerror}") from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise TargetError(
+                f"{target}: another conversion is writing it now; wait for it, or choose another name"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS_HERE:
+                os.close(fd)
+                raise TargetError(f"{target}: cannot lock {path}: {error.strerror}") from error
+        if _is_named(fd, path):
+            return fd
+        # The run that held the lock has published or removed the file meanwhile: this handle is on its store.
+        os.close(fd)
+
+
+def _is_named(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
