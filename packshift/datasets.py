@@ -142,7 +142,7 @@ class StoreDataset(PictureDataset):
         return self._store.paths
 
     def meta(self, index: int) -> dict[str, Any]:
-        """Where one item came from: path, label, class, and of the source file size (bytes), SHA-256, (height, width)."""
+        """Where one item came from: path, label, class, and of the source file size (bytes), CRC-32, (height, width)."""
         position = self._position(index)
         store = self._store
         label = int(store.labels[position])
@@ -151,7 +151,7 @@ class StoreDataset(PictureDataset):
             "label": label,
             "class": store.info.classes[label] if store.info.labelled else None,
             "source_size": int(store.array("source_sizes")[position]),
-            "source_sha256": store.array("source_sha256")[position].tobytes().hex(),
+            "source_crc32": int(store.array("source_crc32")[position]),
             "original_size": tuple(store.array("original_sizes")[position].tolist()),
         }
 

@@ -7,9 +7,9 @@ and of the crop's corner (half to even).
 
 from __future__ import annotations
 
-import hashlib
 import io
 import struct
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +120,7 @@ def make_record(data: bytes, sample: Sample, settings: Preprocessing) -> Record:
         label=sample.label,
         pixels=pixels,
         source_size=len(data),
-        source_sha256=hashlib.sha256(data).digest(),
+        source_crc32=zlib.crc32(data),
         original_size=(height, width),
         notes=tuple(notes),
     )
@@ -176,7 +176,7 @@ def _to_rgb(image: Image, notes: list[str]) -> Image:
     if image.mode == "RGB":
         if "transparency" in image.info:
             notes.append("transparent")
-        return image.copy()
+        return image
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
         # Pillow clips 16-bit grey to 255 instead of scaling it; it reads PGM of any depth as I, scaled to 65,535.
         notes.append("16-bit")
@@ -196,6 +196,13 @@ def _resize(image: Image, settings: Preprocessing) -> np.ndarray[Any, np.dtype[n
         return np.asarray(image)
     height, width = settings.size
     inner_height, inner_width = _scaled_size(image.height, image.width, settings)
+    if inner_width > width:
+        # Pillow resizes columns first, then rows, in two passes of 8 bits each: the rows of columns that the crop is
+        # going to drop need not be resized, and the pixels are the same.
+        image = image.resize((inner_width, image.height), pillow.Resampling.BILINEAR)
+        left = round((inner_width - width) / 2.0)
+        image = image.crop((left, 0, left + width, image.height))
+        inner_width = width
     if (image.height, image.width) != (inner_height, inner_width):
         image = image.resize((inner_width, inner_height), pillow.Resampling.BILINEAR)
     if settings.fit == "pad" and image.size != (width, height):
@@ -203,8 +210,8 @@ def _resize(image: Image, settings: Preprocessing) -> np.ndarray[Any, np.dtype[n
         canvas.paste(image, ((width - inner_width) // 2, (height - inner_height) // 2))
         image = canvas
     elif image.size != (width, height):
-        left, top = round((inner_width - width) / 2.0), round((inner_height - height) / 2.0)
-        image = image.crop((left, top, left + width, top + height))
+        top = round((inner_height - height) / 2.0)
+        image = image.crop((0, top, width, top + height))
     return np.asarray(image)
 
 

@@ -114,7 +114,7 @@ class Listing:
 class Record:
     """One preprocessed picture and where it came from.
 
-    `pixels` is (H, W, 3) uint8, C-contiguous. `source_size` is the file's length in bytes, `source_sha256` its digest,
+    `pixels` is (H, W, 3) uint8, C-contiguous. `source_size` is the file's length in bytes, `source_crc32` its CRC-32,
     `original_size` the (height, width) of the upright picture before resizing. `notes` name what was done to it beyond
     the settings (see `preprocess.NOTES`).
     """
@@ -123,7 +123,7 @@ class Record:
     label: int
     pixels: NDArray[np.uint8]
     source_size: int
-    source_sha256: bytes
+    source_crc32: int
     original_size: tuple[int, int]
     notes: tuple[str, ...] = ()
 

@@ -39,7 +39,7 @@ _REQUIRED: dict[str, tuple[str, tuple[int, ...]]] = {
     "path_offsets": ("<i8", ()),
     "checksums": ("<u4", ()),
     "source_sizes": ("<i8", ()),
-    "source_sha256": ("|u1", (32,)),
+    "source_crc32": ("<u4", ()),
     "original_sizes": ("<i4", (2,)),
 }
 _REQUIRED_WITHOUT_SHAPE: dict[str, tuple[str, tuple[int, ...]]] = {"offsets": ("<i8", ()), "shapes": ("<i4", (3,))}

@@ -18,6 +18,8 @@ from packshift.stores._format import UNFINISHED, Format, Payload
 from packshift.stores._header import encode
 from packshift.stores._partial import PartialFile
 
+_WRITE_BACK_BYTES = 8 << 20
+
 
 @dataclass(frozen=True)
 class Description:
@@ -62,6 +64,7 @@ class Writer:
         self._format = format
         self._shape = shape
         self._start = self._next = format.first_frame()
+        self._writing_back = self._start
         self._first_payload: int | None = None
         self._labels = _Column("q", "<i8")
         self._offsets = _Column("q", "<i8")
@@ -69,7 +72,7 @@ class Writer:
         self._checksums = _Column("I", "<u4")
         self._source_sizes = _Column("q", "<i8")
         self._original_sizes = _Column("i", "<i4")
-        self._digests = bytearray()
+        self._source_checksums = _Column("I", "<u4")
         self._names = bytearray()
         self._name_offsets = _Column("q", "<i8")
         self._name_offsets.append(0)
@@ -95,13 +98,16 @@ class Writer:
         self._next = self._file.write_at(self._next, front, data, bytes(behind))
         if self._first_payload is None:
             self._first_payload = offset
+        if self._next - self._writing_back > _WRITE_BACK_BYTES:
+            self._file.start_writing_back(self._writing_back, self._next)
+            self._writing_back = self._next
         self._offsets.append(offset - self._first_payload)
         self._shapes.extend(pixels.shape)
         self._labels.append(record.label)
         self._checksums.append(zlib.crc32(data))
         self._source_sizes.append(record.source_size)
         self._original_sizes.extend(record.original_size)
-        self._digests += record.source_sha256
+        self._source_checksums.append(record.source_crc32)
         self._names += _encode_name(record.name)
         self._name_offsets.append(len(self._names))
         self._notes.update(record.notes)
@@ -138,7 +144,7 @@ class Writer:
             "path_offsets": names.offsets,
             "checksums": self._checksums.numpy(),
             "source_sizes": self._source_sizes.numpy(),
-            "source_sha256": np.frombuffer(bytes(self._digests), np.uint8).reshape(payload.count, 32),
+            "source_crc32": self._source_checksums.numpy(),
             "original_sizes": self._original_sizes.numpy(payload.count, 2),
             "skipped": np.frombuffer(encode([asdict(skipped) for skipped in self._skipped]), np.uint8),
         }

@@ -181,13 +181,11 @@ class HDF5Format:
                 raise window.error from None
             raise
         file.resize(window.size)
-        file.sync()
         line = (
             f"packshift store, format {VERSION}: header at byte {place.offset}, {place.nbytes} bytes, "
             f"crc32 {place.crc32:08x}; file {window.size} bytes\n"
         ).encode()
         file.write_at(0, line, bytes(USER_BLOCK - len(line)))
-        file.sync()
 
     def check(self, path: Path, info: StoreInfo) -> None:
         import h5py

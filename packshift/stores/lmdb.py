@@ -232,9 +232,7 @@ class LMDBFormat:
         empty = _DB.pack(0, 0, 0, 0, 0, 0, 0, _NO_PAGE)
         size = (last_page + 1) * PAGE
         file.resize(size)
-        file.sync()
         file.write_at(0, _meta_page(0, size, empty, 1, 0), _meta_page(1, size, main, last_page, 1))
-        file.sync()
 
     def check(self, path: Path, info: StoreInfo) -> None:
         import lmdb
