@@ -7,6 +7,7 @@ published; 2 wrong usage; 3 published, but some files were skipped.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,10 +42,16 @@ class _Commands(click.Group):
             _fail(str(error), FAILED)
         except (click.Abort, KeyboardInterrupt):
             _fail("interrupted: nothing was published; the same command starts again", FAILED)
+        except MemoryError:
+            _fail("out of memory: use fewer --jobs, or convert on a machine with more", FAILED)
         except BrokenPipeError:
             # The reader of our output has gone (packshift info ... | head); keep Python from complaining at exit.
             sys.stderr.close()
             sys.exit(FAILED)
+        except Exception as error:  # a fault of packshift: the process ends here, in one line unless asked for more
+            if "PACKSHIFT_DEBUG" in os.environ:
+                raise
+            _fail(f"unexpected {type(error).__name__}: {error} (PACKSHIFT_DEBUG=1 shows where)", FAILED)
         sys.exit(result if isinstance(result, int) else 0)
 
 

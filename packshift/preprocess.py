@@ -196,13 +196,6 @@ def _resize(image: Image, settings: Preprocessing) -> np.ndarray[Any, np.dtype[n
         return np.asarray(image)
     height, width = settings.size
     inner_height, inner_width = _scaled_size(image.height, image.width, settings)
-    if inner_width > width:
-        # Pillow resizes columns first, then rows, in two passes of 8 bits each: the rows of columns that the crop is
-        # going to drop need not be resized, and the pixels are the same.
-        image = image.resize((inner_width, image.height), pillow.Resampling.BILINEAR)
-        left = round((inner_width - width) / 2.0)
-        image = image.crop((left, 0, left + width, image.height))
-        inner_width = width
     if (image.height, image.width) != (inner_height, inner_width):
         image = image.resize((inner_width, inner_height), pillow.Resampling.BILINEAR)
     if settings.fit == "pad" and image.size != (width, height):
@@ -210,8 +203,8 @@ def _resize(image: Image, settings: Preprocessing) -> np.ndarray[Any, np.dtype[n
         canvas.paste(image, ((width - inner_width) // 2, (height - inner_height) // 2))
         image = canvas
     elif image.size != (width, height):
-        top = round((inner_height - height) / 2.0)
-        image = image.crop((0, top, width, top + height))
+        left, top = round((inner_width - width) / 2.0), round((inner_height - height) / 2.0)
+        image = image.crop((left, top, left + width, top + height))
     return np.asarray(image)
 
 

@@ -85,6 +85,8 @@ class PartialFile:
     def publish(self, *, overwrite: bool) -> None:
         """Wait until the file is on disk, then give it its name; an old store keeps the name up to that moment."""
         self.sync()
+        if not overwrite and os.path.lexists(self.target):
+            raise self._taken()
         try:
             if overwrite:
                 os.replace(self.path, self.target)
@@ -95,15 +97,18 @@ class PartialFile:
                 os.fsync(folder)
             finally:
                 os.close(folder)
+        except FileExistsError:
+            raise self._taken() from None
         except OSError as error:
             raise self.failure(error) from error
+
+    def _taken(self) -> TargetError:
+        return TargetError(f"{self.target} appeared while the conversion ran; it was left as it is")
 
     def _name_if_free(self) -> None:
         """Rename without replacing: a hard link fails where the name is taken, which a rename would not."""
         try:
             os.link(self.path, self.target)
-        except FileExistsError:
-            raise TargetError(f"{self.target} appeared while the conversion ran; it was left as it is") from None
         except OSError as error:
             if error.errno not in _CROSS_LINK_REFUSED:
                 raise

@@ -1,0 +1,209 @@
+"""Pixels are those of torchvision's Resize and CenterCrop on the upright RGB picture, bit for bit."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import encoded, formula_picture
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image
+
+from packshift.errors import ImageError, UsageError
+from packshift.preprocess import Preprocessing, make_record, parse_size
+from packshift.record import Record, Sample
+
+EXPECTED = json.loads((Path(__file__).parent / "data" / "torchvision_expected.json").read_text())
+OWN_SIZE = Preprocessing(None)
+SIDE = st.integers(1, 90)
+
+
+def record_of(image: Image.Image, preprocessing: Preprocessing, kind: str = "PNG", **options: object) -> Record:
+    return make_record(encoded(image, kind, **options), Sample("picture", 0), preprocessing)
+
+
+def failure(data: bytes) -> str:
+    with pytest.raises(ImageError) as caught:
+        make_record(data, Sample("picture", 0), Preprocessing())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("row", EXPECTED["rows"], ids=lambda row: "{height}x{width}-{fit}-{size}".format(**row))
+def test_equals_what_torchvision_gave(row: dict) -> None:
+    """The expected checksums come from torchvision itself: tests/data/make_torchvision_expected.py."""
+    image = formula_picture(row["height"], row["width"])
+    pixels = record_of(image, Preprocessing(tuple(row["size"]), row["fit"])).pixels
+    assert zlib.crc32(pixels.tobytes()) == row["crc32"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(height=SIDE, width=SIDE, target=st.tuples(SIDE, SIDE))
+def test_crop_equals_resizing_whole_then_cutting(height: int, width: int, target: tuple[int, int]) -> None:
+    """For any sizes. (Cutting between Pillow's two passes would be faster and is not always the same: it chooses their order.)"""
+    image = formula_picture(height, width)
+    scale_by_height = width * target[0] > height * target[1]
+    if scale_by_height:
+        scaled = image.resize((int(target[0] * width / height), target[0]), Image.Resampling.BILINEAR)
+    else:
+        scaled = image.resize((target[1], int(target[1] * height / width)), Image.Resampling.BILINEAR)
+    left, top = round((scaled.width - target[1]) / 2.0), round((scaled.height - target[0]) / 2.0)
+    expected = np.asarray(scaled.crop((left, top, left + target[1], top + target[0])))
+    assert np.array_equal(record_of(image, Preprocessing(target)).pixels, expected)
+
+
+@settings(max_examples=80, deadline=None)
+@given(height=SIDE, width=SIDE, target=st.tuples(SIDE, SIDE), fit=st.sampled_from(["crop", "pad", "stretch"]))
+def test_every_size_and_fit_gives_the_shape_asked_for(height: int, width: int, target: tuple[int, int], fit: str) -> None:
+    pixels = record_of(formula_picture(height, width), Preprocessing(target, fit)).pixels
+    assert pixels.shape == (*target, 3)
+    assert pixels.dtype == np.uint8
+    assert pixels.flags.c_contiguous
+
+
+def test_pad_keeps_the_whole_picture_in_the_middle_of_black() -> None:
+    white = Image.new("RGB", (100, 50), "white")
+    pixels = record_of(white, Preprocessing((40, 40), "pad")).pixels
+    assert (pixels[10:30] == 255).all()
+    assert (pixels[:10] == 0).all()
+    assert (pixels[30:] == 0).all()
+
+
+def test_own_size_keeps_every_pixel() -> None:
+    image = formula_picture(31, 57)
+    record = record_of(image, OWN_SIZE)
+    assert np.array_equal(record.pixels, np.asarray(image))
+    assert record.original_size == (31, 57)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_all_orientations_come_out_upright(kind: str, orientation: int) -> None:
+    upright = Image.fromarray(np.kron(np.arange(6, dtype=np.uint8).reshape(2, 3) * 50, np.ones((16, 16), np.uint8)))
+    stored = upright.convert("RGB")
+    undo = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_90,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_270,
+    }
+    if orientation in undo:
+        stored = stored.transpose(undo[orientation])
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {"quality": 100} if kind in ("JPEG", "WEBP") else {}
+    record = record_of(stored, OWN_SIZE, kind, exif=exif, **options)
+    assert record.original_size == (32, 48)
+    assert np.abs(record.pixels.astype(int) - np.asarray(upright)[:, :, None]).max() <= 4
+
+
+@pytest.mark.parametrize("orientation", [0, 9, 77])
+def test_an_impossible_orientation_is_none(orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = formula_picture(20, 30)
+    assert np.array_equal(record_of(image, OWN_SIZE, exif=exif).pixels, np.asarray(image))
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+def test_a_broken_exif_block_does_not_matter() -> None:
+    data = encoded(formula_picture(20, 30), "JPEG")
+    garbage = b"Exif\0\0" + b"II*\0\xff\xff\xff\x7f" + b"\x99" * 40
+    block = b"\xff\xe1" + struct.pack(">H", len(garbage) + 2) + garbage
+    record = make_record(data[:2] + block + data[2:], Sample("picture", 0), OWN_SIZE)
+    assert record.original_size == (20, 30)
+
+
+class TestModes:
+    def ramp(self) -> NDArray[np.uint8]:
+        return np.tile(np.arange(256, dtype=np.uint8), (4, 1))
+
+    @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"])
+    def test_equals_pillows_own_conversion(self, mode: str) -> None:
+        image = formula_picture(24, 40)
+        image = image.convert("L").convert(mode) if mode == "LA" else image.convert(mode)
+        data = encoded(image, "JPEG" if mode in ("CMYK", "YCbCr") else "PNG")
+        with Image.open(io.BytesIO(data)) as opened:
+            expected = np.asarray(opened.convert("RGB"))
+        assert np.array_equal(make_record(data, Sample("picture", 0), OWN_SIZE).pixels, expected)
+
+    def test_red_cmyk_comes_back_red(self) -> None:
+        data = encoded(Image.new("RGB", (16, 16), (255, 0, 0)).convert("CMYK"), "JPEG", quality=95)
+        red, green, blue = make_record(data, Sample("picture", 0), OWN_SIZE).pixels[8, 8].tolist()
+        assert red > 245
+        assert green < 10
+        assert blue < 10
+
+    @pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+    def test_16_bit_grey_is_scaled_not_clipped(self, kind: str) -> None:
+        deep = Image.fromarray(self.ramp().astype(np.uint16) * 257)
+        record = record_of(deep, OWN_SIZE, kind)
+        assert np.array_equal(record.pixels, np.repeat(self.ramp()[:, :, None], 3, axis=2))
+        assert record.notes == ("16-bit",)
+
+    @pytest.mark.parametrize("dtype", [np.int32, np.float32])
+    def test_pixels_without_a_known_range_are_refused(self, dtype: type) -> None:
+        data = encoded(Image.fromarray(self.ramp().astype(dtype)), "TIFF")
+        assert "whose range is not known" in failure(data)
+
+    @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+    def test_transparency_is_dropped_as_pillow_does_and_noted(self, mode: str) -> None:
+        image = Image.new("RGBA", (10, 10), (255, 0, 0, 0)).convert(mode)
+        options = {"transparency": 0} if mode == "P" else {}
+        record = record_of(image, OWN_SIZE, **options)
+        assert record.notes == ("transparent",)
+        assert record.pixels[5, 5, 0] > 50
+
+    def test_only_the_first_frame_counts(self) -> None:
+        frames = [Image.new("RGB", (8, 8), colour) for colour in ("blue", "red", "lime")]
+        record = record_of(frames[0], OWN_SIZE, "GIF", save_all=True, append_images=frames[1:])
+        assert record.pixels[4, 4].tolist() == [0, 0, 255]
+        assert record.notes == ("frames",)
+
+
+class TestBrokenFiles:
+    @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "GIF"])
+    @pytest.mark.parametrize("share", [0.2, 0.6, 0.9])
+    def test_cut_short(self, kind: str, share: float) -> None:
+        data = encoded(formula_picture(120, 160), kind)
+        assert failure(data[: int(len(data) * share)])
+
+    def test_empty(self) -> None:
+        assert failure(b"") == "empty file (0 bytes)"
+
+    def test_not_a_picture(self) -> None:
+        assert failure(b"<html><body>404</body>") == "not a picture that Pillow can read (it begins with b'<html><b')"
+
+    def test_a_decompression_bomb_is_an_error_of_its_own_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        data = encoded(formula_picture(100, 100), "PNG")
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+        assert failure(data).startswith("too many pixels")
+
+
+@pytest.mark.parametrize(
+    ("given_size", "expected"),
+    [(224, (224, 224)), ("224", (224, 224)), ("240x320", (240, 320)), ((240, 320), (240, 320)), ("none", None), (None, None)],
+)
+def test_sizes_that_can_be_given(given_size: object, expected: object) -> None:
+    assert parse_size(given_size) == expected
+
+
+@pytest.mark.parametrize("given_size", ["", "x", "12x", "1x2x3", "-4", "big", "٣", (1, 2, 3), ()])
+def test_sizes_that_cannot(given_size: object) -> None:
+    with pytest.raises(UsageError, match="expected"):
+        parse_size(given_size)
+
+
+@pytest.mark.parametrize("size", [(0, 5), (5, 70_000)])
+def test_sizes_out_of_range(size: tuple[int, int]) -> None:
+    with pytest.raises(UsageError, match="from 1 to 65,535"):
+        Preprocessing(size)
