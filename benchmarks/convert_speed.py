@@ -31,7 +31,7 @@ SIZE = 256
 
 
 def decode_alone(path: str) -> int:
-    """Resize(256) and CenterCrop(256) with Pillow, without a needless copy; returns a pixel so that it has to happen."""
+    """Resize(256) and CenterCrop(256) with Pillow, without a needless copy."""
     with Image.open(path) as image:
         ImageOps.exif_transpose(image, in_place=True)
         image = image if image.mode == "RGB" else image.convert("RGB")
@@ -95,7 +95,8 @@ def main() -> None:
     for name in ("lmdb", "h5"):
         ratios = sorted(row[name] / row["limit"] for row in rounds)
         result["limit_fraction"][name] = statistics.median(ratios)
-        print(f"  {name} reaches {statistics.median(ratios):.1%} of the faster limit ({ratios[0]:.1%} to {ratios[-1]:.1%})")
+        spread = f"{ratios[0]:.1%} to {ratios[-1]:.1%}"
+        print(f"  {name} reaches {statistics.median(ratios):.1%} of the faster limit ({spread})")
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
 

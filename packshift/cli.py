@@ -105,7 +105,9 @@ def main() -> None:
     show_default=True,
     help="crop: cover the size and cut the middle out; pad: fit inside, black around; stretch: ignore proportions.",
 )
-@click.option("--jobs", type=click.IntRange(min=1), help="Pictures decoded at a time.  [default: the CPUs this process may use]")
+@click.option(
+    "--jobs", type=click.IntRange(min=1), help="Pictures decoded at a time.  [default: the CPUs this process may use]"
+)
 @click.option(
     "--on-error",
     type=click.Choice(["skip", "stop"]),
@@ -152,7 +154,15 @@ def convert(
     from packshift.report import plan_text, printable, report_json, report_text
 
     plan = make_plan(
-        source, target, size=size, fit=fit, layout=layout, format=format_, jobs=jobs, on_error=on_error, overwrite=overwrite
+        source,
+        target,
+        size=size,
+        fit=fit,
+        layout=layout,
+        format=format_,
+        jobs=jobs,
+        on_error=on_error,
+        overwrite=overwrite,
     )
     if not quiet:
         _echo(plan_text(plan), err=True)

@@ -27,7 +27,7 @@ from packshift.record import Listing, Record, Sample, Skipped
 from packshift.sources import AUTO, scan
 from packshift.stores import format_of_target
 from packshift.stores._format import Format
-from packshift.stores._partial import PartialFile, partial_file
+from packshift.stores._partial import partial_file
 from packshift.stores._reader import Reader
 from packshift.stores._writer import Description, Writer
 
@@ -101,7 +101,15 @@ def convert(
     """
     started = time.perf_counter()
     plan = make_plan(
-        source, target, size=size, fit=fit, layout=layout, format=format, jobs=jobs, on_error=on_error, overwrite=overwrite
+        source,
+        target,
+        size=size,
+        fit=fit,
+        layout=layout,
+        format=format,
+        jobs=jobs,
+        on_error=on_error,
+        overwrite=overwrite,
     )
     return run_plan(plan, progress=progress, started=started)
 
@@ -177,8 +185,8 @@ def run_plan(plan: Plan, *, progress: Progress | None = None, started: float | N
 
 
 def _checked_target(target: Path, *, overwrite: bool) -> Path:
-    """The real path to write, links followed; raises TargetError where it cannot be."""
-    path = Path(os.path.realpath(target))
+    """The path to write, a link at its end followed; raises TargetError where it cannot be."""
+    path = Path(os.path.realpath(target)) if target.is_symlink() else target
     if path.is_dir():
         raise TargetError(f"{target} is a folder: expected the name of a file to write, such as {target / 'out.lmdb'}")
     if path.exists() and not path.is_file():
@@ -255,6 +263,11 @@ def tool_versions() -> dict[str, str]:
     from PIL import features
 
     versions: dict[str, Any] = {"packshift": __version__, "pillow": pillow_version}
-    for library, feature in (("libjpeg-turbo", "libjpeg_turbo"), ("libjpeg", "jpg"), ("zlib", "zlib"), ("webp", "webp")):
+    for library, feature in (
+        ("libjpeg-turbo", "libjpeg_turbo"),
+        ("libjpeg", "jpg"),
+        ("zlib", "zlib"),
+        ("webp", "webp"),
+    ):
         versions[library] = features.version(feature)
     return {name: str(version) for name, version in versions.items() if version is not None}

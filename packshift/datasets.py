@@ -1,8 +1,8 @@
 """The torch face of a store: a path that reads, never a handle that has to be carried about.
 
 A dataset keeps the store's path, its identity and a few numbers; the file is mapped at the first read of each process
-and by nobody before. So a dataset pickles in a few hundred bytes at any time, and works under fork, spawn and forkserver
-without a worker_init_fn.
+and by nobody before. So a dataset pickles in a few hundred bytes at any time, and works under fork, spawn and
+forkserver without a worker_init_fn.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class StoreDataset(PictureDataset):
         return self._store.paths
 
     def meta(self, index: int) -> dict[str, Any]:
-        """Where one item came from: path, label, class, and of the source file size (bytes), CRC-32, (height, width)."""
+        """Where one item came from: path, label, class; size (bytes), CRC-32 and (height, width) of the source."""
         position = self._position(index)
         store = self._store
         label = int(store.labels[position])
@@ -189,8 +189,8 @@ class HDF5Dataset(StoreDataset):
 class ImageFolderDataset(PictureDataset):
     """The same pixels straight from the pictures, decoded at every read: what a store saves, and what it must equal.
 
-    `size` and `fit` as in `convert`. An unreadable picture raises ImageError when it is read; a store would have left it
-    out, so with such pictures the indices of the two differ.
+    `size` and `fit` as in `convert`. An unreadable picture raises ImageError when it is read; a store would have left
+    it out, so with such pictures the indices of the two differ.
     """
 
     def __init__(

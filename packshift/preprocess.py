@@ -1,8 +1,8 @@
 """From the bytes of a picture to pixels: decode, orient, make RGB, resize. Pure: same bytes and settings, same pixels.
 
 The default equals `torchvision.transforms.Resize(256)` followed by `CenterCrop(256)` on the upright RGB PIL image, bit
-for bit: the same filter (Pillow's BILINEAR, which averages when it shrinks), the same rounding of the longer side (down)
-and of the crop's corner (half to even).
+for bit: the same filter (Pillow's BILINEAR, which averages when it shrinks), the same rounding of the longer side
+(down) and of the crop's corner (half to even).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from packshift.errors import ImageError, UsageError
 from packshift.record import Record, Sample
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    from PIL.Image import Image as Picture
 
 FITS = ("crop", "pad", "stretch")
 LARGEST_SIDE = 65_535
 
 NOTES = {
-    "16-bit": "had 16 bits per channel and were scaled to 8",
-    "enlarged": "were smaller than the target size and were enlarged",
-    "frames": "had several frames, of which the first was taken",
-    "transparent": "had transparency, which was dropped as convert('RGB') drops it",
-    "turned": "were turned upright as their EXIF orientation says",
+    "16-bit": "16 bits per channel, scaled to 8",
+    "enlarged": "smaller than the target size, enlarged",
+    "frames": "several frames, the first taken",
+    "transparent": "transparency dropped, as convert('RGB') does",
+    "turned": "turned upright as the EXIF orientation says",
 }
-"""What can happen to a picture beyond the settings: key -> words after "N pictures"."""
+"""What can happen to a picture beyond the settings: key -> words for the report, which adds how many there were."""
 
 _ORIENTATION = 0x0112
 _EXIF_ERRORS = (OSError, ValueError, SyntaxError, TypeError, KeyError, IndexError, struct.error, ZeroDivisionError)
@@ -126,27 +126,27 @@ def make_record(data: bytes, sample: Sample, settings: Preprocessing) -> Record:
     )
 
 
-def _decode(data: bytes) -> tuple[Image, list[str]]:
+def _decode(data: bytes) -> tuple[Picture, list[str]]:
     """The first frame, whole, upright and RGB, and the notes on it."""
-    from PIL import Image as pillow
+    from PIL import Image
 
     if not data:
         raise ImageError("empty file (0 bytes)")
-    notes = []
-    with pillow.open(io.BytesIO(data)) as opened:
+    notes: list[str] = []
+    with Image.open(io.BytesIO(data)) as opened:
         opened.load()
         orientation = _orientation(opened)
         rgb = _to_rgb(opened, notes)
         if _has_more_frames(opened):
             notes.append("frames")
     turns = {
-        2: pillow.Transpose.FLIP_LEFT_RIGHT,
-        3: pillow.Transpose.ROTATE_180,
-        4: pillow.Transpose.FLIP_TOP_BOTTOM,
-        5: pillow.Transpose.TRANSPOSE,
-        6: pillow.Transpose.ROTATE_270,
-        7: pillow.Transpose.TRANSVERSE,
-        8: pillow.Transpose.ROTATE_90,
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_270,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_90,
     }
     if orientation in turns:
         notes.append("turned")
@@ -154,7 +154,7 @@ def _decode(data: bytes) -> tuple[Image, list[str]]:
     return rgb, notes
 
 
-def _orientation(image: Image) -> object:
+def _orientation(image: Picture) -> object:
     """The EXIF orientation; a broken EXIF block has none. TIFF files are upright once loaded and have none left."""
     try:
         return image.getexif().get(_ORIENTATION)
@@ -162,7 +162,7 @@ def _orientation(image: Image) -> object:
         return None
 
 
-def _has_more_frames(image: Image) -> bool:
+def _has_more_frames(image: Picture) -> bool:
     """Asked last: some plugins have to leave the first frame to know."""
     try:
         return bool(getattr(image, "is_animated", False))
@@ -170,8 +170,8 @@ def _has_more_frames(image: Image) -> bool:
         return False
 
 
-def _to_rgb(image: Image, notes: list[str]) -> Image:
-    from PIL import Image as pillow
+def _to_rgb(image: Picture, notes: list[str]) -> Picture:
+    from PIL import Image
 
     if image.mode == "RGB":
         if "transparency" in image.info:
@@ -180,7 +180,7 @@ def _to_rgb(image: Image, notes: list[str]) -> Image:
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
         # Pillow clips 16-bit grey to 255 instead of scaling it; it reads PGM of any depth as I, scaled to 65,535.
         notes.append("16-bit")
-        return pillow.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)).convert("RGB")
+        return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
         kind = "32-bit integers" if image.mode == "I" else "floating-point numbers"
         raise ImageError(f"its pixels are {kind}, whose range is not known; save it with 8 or 16 bits first")
@@ -189,17 +189,17 @@ def _to_rgb(image: Image, notes: list[str]) -> Image:
     return image.convert("RGB")
 
 
-def _resize(image: Image, settings: Preprocessing) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    from PIL import Image as pillow
+def _resize(image: Picture, settings: Preprocessing) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    from PIL import Image
 
     if settings.size is None:
         return np.asarray(image)
     height, width = settings.size
     inner_height, inner_width = _scaled_size(image.height, image.width, settings)
     if (image.height, image.width) != (inner_height, inner_width):
-        image = image.resize((inner_width, inner_height), pillow.Resampling.BILINEAR)
+        image = image.resize((inner_width, inner_height), Image.Resampling.BILINEAR)
     if settings.fit == "pad" and image.size != (width, height):
-        canvas = pillow.new("RGB", (width, height))
+        canvas = Image.new("RGB", (width, height))
         canvas.paste(image, ((width - inner_width) // 2, (height - inner_height) // 2))
         image = canvas
     elif image.size != (width, height):
@@ -228,12 +228,11 @@ def _enlarges(height: int, width: int, settings: Preprocessing) -> bool:
 
 def _reason(data: bytes, error: Exception) -> str:
     """A short reason for a picture that Pillow does not read."""
-    from PIL import Image as pillow
-    from PIL import UnidentifiedImageError
+    from PIL import Image, UnidentifiedImageError
 
     if isinstance(error, UnidentifiedImageError):
         return f"not a picture that Pillow can read (it begins with {data[:8]!r})"
-    if isinstance(error, pillow.DecompressionBombError):
+    if isinstance(error, Image.DecompressionBombError):
         return f"too many pixels: {error}"
     text = " ".join(str(error).split()) or type(error).__name__
     return f"cannot be decoded: {text}"

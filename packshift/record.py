@@ -19,6 +19,11 @@ from numpy.typing import NDArray
 UNLABELLED = -1
 
 
+def bytes_of(array: NDArray[Any]) -> memoryview:
+    """The bytes of a C-contiguous array, without a copy."""
+    return array.data.cast("B") if array.size else memoryview(b"")
+
+
 class Names(Sequence[str]):
     """File names as one run of bytes plus offsets; reads like a list of str.
 

@@ -25,6 +25,12 @@ def human_bytes(count: float) -> str:
     return f"{count:,.1f} TB"
 
 
+def counted(count: int, noun: str) -> str:
+    """1 and "class" as "1 class", 2 as "2 classes"."""
+    ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{ending}"
+
+
 def printable(name: str) -> str:
     """A file name fit for any terminal: line breaks, control characters and bytes that are not UTF-8 escaped."""
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in name)
@@ -32,13 +38,14 @@ def printable(name: str) -> str:
 
 def plan_text(plan: Plan) -> str:
     listing = plan.listing
-    count = f"{len(listing):,} pictures"
-    classes = f"{len(listing.classes):,} classes" if listing.labelled else "no class folders: every label will be -1"
+    classes = counted(len(listing.classes), "class") if listing.labelled else "no class folders: every label will be -1"
     lines = [
-        f"{printable(listing.root)}: {count}, {classes}",
-        f"{printable(str(plan.target))}: {plan.format.name}, {plan.settings.describe()}, {plan.jobs} jobs",
+        f"{printable(listing.root)}: {counted(len(listing), 'picture')}, {classes}",
+        f"{printable(str(plan.target))}: {plan.format.name}, {plan.settings.describe()}, {counted(plan.jobs, 'job')}",
     ]
-    lines += [f"note: {note}" for note in _listing_notes(listing.ignored, listing.ignored_examples, listing.empty_classes)]
+    lines += [
+        f"note: {note}" for note in _listing_notes(listing.ignored, listing.ignored_examples, listing.empty_classes)
+    ]
     order_note = _numeric_order_note(listing.classes)
     return "\n".join(lines + ([f"note: {order_note}"] if order_note else []))
 
@@ -47,12 +54,10 @@ def _listing_notes(
     ignored: Mapping[str, int], examples: Mapping[str, Sequence[str]], empty_classes: Sequence[str]
 ) -> Iterator[str]:
     for reason, count in ignored.items():
-        yield f"left out {count:,} {reason} ({_some(examples[reason], count)})"
+        yield f"left out, {reason}: {count:,} ({_some(examples[reason], count)})"
     if empty_classes:
-        yield (
-            f"{len(empty_classes):,} class folders hold no picture and keep their label "
-            f"({_some(empty_classes[:_NAMES_SHOWN], len(empty_classes))})"
-        )
+        shown = _some(empty_classes[:_NAMES_SHOWN], len(empty_classes))
+        yield f"class folders without a picture, which keep their label: {len(empty_classes):,} ({shown})"
 
 
 def _numeric_order_note(classes: Sequence[str]) -> str | None:
@@ -73,12 +78,13 @@ def _some(names: Sequence[str], count: int) -> str:
 def report_text(report: Report) -> str:
     ratio = report.store_bytes / report.source_bytes if report.source_bytes else 0.0
     lines = [
-        f"{report.written:,} of {report.found:,} pictures written to {printable(report.target)}"
+        f"{report.written:,} of {counted(report.found, 'picture')} written to {printable(report.target)}"
         + (f", {len(report.skipped):,} skipped" if report.skipped else ""),
-        f"{human_bytes(report.store_bytes)} on disk, {ratio:.1f} times the {human_bytes(report.source_bytes)} of the pictures",
+        f"{human_bytes(report.store_bytes)} on disk, {ratio:.1f} times the {human_bytes(report.source_bytes)} "
+        "of the pictures",
         f"{report.seconds:.1f} s, {report.images_per_s:,.0f} images/s",
     ]
-    lines += [f"{count:,} pictures {NOTES.get(note, note)}" for note, count in sorted(report.notes.items())]
+    lines += [f"{NOTES.get(note, note)}: {count:,}" for note, count in sorted(report.notes.items())]
     return "\n".join(lines)
 
 
@@ -114,8 +120,11 @@ def info_text(reader: Reader, *, all_classes: bool = False, all_skipped: bool = 
         ("store", f"{printable(facts['path'])}: {facts['format']}, format version {facts['version']}"),
         ("images", f"{facts['count']:,}, {_shape_text(shape)}, uint8 RGB, stored height x width x channel"),
         ("size", f"{human_bytes(facts['store_bytes'])} (pictures: {human_bytes(source_bytes)})"),
-        ("preprocessing", ", ".join(f"{key} {value}" for key, value in facts["preprocessing"].items() if value is not None)),
-        ("notes", ", ".join(f"{count:,} {NOTES.get(note, note)}" for note, count in facts["notes"].items()) or "none"),
+        (
+            "preprocessing",
+            ", ".join(f"{key} {value}" for key, value in facts["preprocessing"].items() if value is not None),
+        ),
+        ("notes", "; ".join(f"{NOTES.get(note, note)}: {count:,}" for note, count in facts["notes"].items()) or "none"),
         ("made with", ", ".join(f"{name} {version}" for name, version in facts["tools"].items())),
         ("classes", f"{len(facts['classes']):,}" if facts["labelled"] else "none: every label is -1"),
     ]
@@ -126,7 +135,7 @@ def info_text(reader: Reader, *, all_classes: bool = False, all_skipped: bool = 
         all_classes,
         "--json lists all",
     )
-    lines.append(f"{'skipped':<14} {len(facts['skipped']):,} files")
+    lines.append(f"{'skipped':<14} {counted(len(facts['skipped']), 'file')}")
     lines += _shortened(
         [f"  {printable(row['path'])}: {row['reason']}" for row in facts["skipped"]],
         _CLASSES_SHOWN,

@@ -45,7 +45,14 @@ def draw_mountain(rng: np.random.Generator, size: tuple[int, int]) -> Image.Imag
         base = height * (0.45 + 0.14 * layer)
         phase, steepness = rng.uniform(0, 6, 5), rng.uniform(0.5, 1.2, 5)
         ridge = [
-            (x, base + sum(math.sin(x / width * 7 * (k + 1) + phase[k]) * steepness[k] * height / 18 / (k + 1) for k in range(5)))
+            (
+                x,
+                base
+                + sum(
+                    math.sin(x / width * 7 * (k + 1) + phase[k]) * steepness[k] * height / 18 / (k + 1)
+                    for k in range(5)
+                ),
+            )
             for x in range(0, width + 8, 8)
         ]
         colour = blend((130, 150, 185), (35, 60, 50), layer / 3)
@@ -63,7 +70,11 @@ def draw_flower(rng: np.random.Generator, size: tuple[int, int]) -> Image.Image:
         pen.line((x, y, x + lean, y + length), fill=blend((90, 150, 60), (25, 70, 30), rng.random()), width=SCALE * 3)
     petal: Colour = tuple(int(v) for v in rng.choice([(235, 80, 110), (250, 200, 60), (245, 245, 250), (150, 90, 210)]))  # type: ignore[assignment]
     for _ in range(3):
-        x, y, radius = rng.uniform(0.25, 0.75) * width, rng.uniform(0.25, 0.75) * height, rng.uniform(0.1, 0.2) * min(size)
+        x, y, radius = (
+            rng.uniform(0.25, 0.75) * width,
+            rng.uniform(0.25, 0.75) * height,
+            rng.uniform(0.1, 0.2) * min(size),
+        )
         count = int(rng.integers(6, 12))
         for k in range(count):
             angle = 2 * math.pi * k / count
@@ -86,7 +97,12 @@ def draw_house(rng: np.random.Generator, size: tuple[int, int]) -> Image.Image:
     step = (right - left) / 4
     for k in (0, 1, 2, 3):
         x = left + step * k + step * 0.25
-        pen.rectangle((x, top + 30, x + step * 0.5, top + 30 + step * 0.5), fill=(250, 225, 130), outline=(70, 60, 55), width=SCALE)
+        pen.rectangle(
+            (x, top + 30, x + step * 0.5, top + 30 + step * 0.5),
+            fill=(250, 225, 130),
+            outline=(70, 60, 55),
+            width=SCALE,
+        )
     pen.rectangle((left + step * 1.6, bottom - step, left + step * 2.3, bottom), fill=(100, 65, 40))
     return image
 
@@ -100,12 +116,21 @@ def draw_boat(rng: np.random.Generator, size: tuple[int, int]) -> Image.Image:
         y = sea + (height - sea) * k / 40
         pen.rectangle((0, y, width, height), fill=blend((70, 140, 170), (15, 55, 95), k / 40))
     for _ in range(2):
-        x, y, length = rng.uniform(0.3, 0.7) * width, sea + rng.uniform(0.04, 0.25) * height, rng.uniform(0.15, 0.3) * width
+        x, y, length = (
+            rng.uniform(0.3, 0.7) * width,
+            sea + rng.uniform(0.04, 0.25) * height,
+            rng.uniform(0.15, 0.3) * width,
+        )
         mast = length * 1.3
         pen.line((x, y, x, y - mast), fill=(80, 50, 30), width=SCALE * 3)
         pen.polygon([(x + 6, y - mast), (x + 6, y - 12), (x + length * 0.8, y - 12)], fill=(250, 250, 245))
         pen.polygon([(x - 6, y - mast * 0.8), (x - 6, y - 12), (x - length * 0.5, y - 12)], fill=(215, 60, 50))
-        hull = [(x - length, y), (x + length, y), (x + length * 0.7, y + length * 0.28), (x - length * 0.7, y + length * 0.28)]
+        hull = [
+            (x - length, y),
+            (x + length, y),
+            (x + length * 0.7, y + length * 0.28),
+            (x - length * 0.7, y + length * 0.28),
+        ]
         pen.polygon(hull, fill=(110, 60, 35))
     return image
 

@@ -11,7 +11,9 @@ from packshift.stores import format_names, get_format
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--full", action="store_true", help="every combination of workers, start methods and loader options, not a sample"
+        "--full",
+        action="store_true",
+        help="every combination of workers, start methods and loader options, not a sample",
     )
 
 

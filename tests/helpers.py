@@ -55,7 +55,7 @@ def resize_and_crop(path: Path, side: int) -> NDArray[np.uint8]:
         image = image.resize((side, int(side * height / width)), Image.Resampling.BILINEAR)
     else:
         image = image.resize((int(side * width / height), side), Image.Resampling.BILINEAR)
-    left, top = int(round((image.width - side) / 2.0)), int(round((image.height - side) / 2.0))
+    left, top = round((image.width - side) / 2.0), round((image.height - side) / 2.0)
     return np.asarray(image.crop((left, top, left + side, top + side)))
 
 

@@ -70,7 +70,12 @@ class TestRecords:
         assert reader.info.shape == (4, 6, 3)
         assert reader.info.classes == ("class0", "class1", "class2")
         assert reader.info.notes == {"turned": 2}
-        assert reader.info.source == {"layout": "class-folders", "found": 7, "skipped": 2, "bytes": sum(range(1000, 1005))}
+        assert reader.info.source == {
+            "layout": "class-folders",
+            "found": 7,
+            "skipped": 2,
+            "bytes": sum(range(1000, 1005)),
+        }
         assert list(reader.skipped) == skipped
         assert reader.array("source_sizes").tolist() == [record.source_size for record in records]
         assert reader.array("source_crc32").tolist() == [record.source_crc32 for record in records]
@@ -79,7 +84,9 @@ class TestRecords:
 
     @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(data=st.data())
-    def test_any_records_come_back(self, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, format_name: str) -> None:
+    def test_any_records_come_back(
+        self, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, format_name: str
+    ) -> None:
         """Round trip by property: sizes, labels, names in any bytes that a file name may have."""
         side = st.integers(1, 50)
         own_sizes = data.draw(st.booleans())
@@ -164,7 +171,9 @@ class TestDataset:
         }
 
     def test_transforms_are_applied(self, store: Path) -> None:
-        dataset = open_dataset(store, transform=lambda image: image.float() / 255, target_transform=lambda label: label * 10)
+        dataset = open_dataset(
+            store, transform=lambda image: image.float() / 255, target_transform=lambda label: label * 10
+        )
         image, label = dataset[11]
         assert image.dtype == torch.float32
         assert label == 20
@@ -253,7 +262,9 @@ class TestDataset:
         expected = reading[0][0]
         convert(make_folder(tmp_path / "other", ["x"], 3), store, size=32, overwrite=True)
         assert torch.equal(reading[0][0], expected)
-        with pytest.raises(ChangedStoreError, match=r"was replaced since this dataset was opened; make the dataset again"):
+        with pytest.raises(
+            ChangedStoreError, match=r"was replaced since this dataset was opened; make the dataset again"
+        ):
             waiting[0]
 
 

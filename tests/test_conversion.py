@@ -67,7 +67,11 @@ def test_the_store_does_not_depend_on_where_the_source_lies(tmp_path: Path, suff
 
 
 def test_own_sizes(tmp_path: Path, suffix: str) -> None:
-    images = {"a/1.png": formula_picture(31, 57), "a/2.png": formula_picture(100, 20), "b/3.png": formula_picture(64, 64)}
+    images = {
+        "a/1.png": formula_picture(31, 57),
+        "a/2.png": formula_picture(100, 20),
+        "b/3.png": formula_picture(64, 64),
+    }
     for name, image in images.items():
         save(tmp_path / "src" / name, image, "PNG")
     convert(tmp_path / "src", tmp_path / f"out{suffix}", size=None)
@@ -110,7 +114,9 @@ class TestBadFiles:
         (tmp_path / "src" / "a").mkdir(parents=True)
         for number in range(3):
             (tmp_path / "src" / "a" / f"{number}.jpg").write_bytes(b"nonsense")
-        with pytest.raises(SourceError, match=r"none of the 3 pictures in .* can be read; the first, a/0\.jpg: not a picture"):
+        with pytest.raises(
+            SourceError, match=r"none of the 3 pictures in .* can be read; the first, a/0\.jpg: not a picture"
+        ):
             convert(tmp_path / "src", tmp_path / "out.h5")
         assert leftovers(tmp_path) == []
 
@@ -155,7 +161,10 @@ class TestTarget:
         assert Reader(tmp_path / "out.bin").info.format == format_name
 
     def test_two_conversions_to_one_target(self, pictures: Path, tmp_path: Path) -> None:
-        with partial_file(tmp_path / "out.lmdb"), pytest.raises(TargetError, match="another conversion is writing it now"):
+        with (
+            partial_file(tmp_path / "out.lmdb"),
+            pytest.raises(TargetError, match="another conversion is writing it now"),
+        ):
             convert(pictures, tmp_path / "out.lmdb")
         assert convert(pictures, tmp_path / "out.lmdb", size=16).written == 12
 
@@ -192,16 +201,20 @@ class TestFullDisk:
         before = target.read_bytes()
         assert len(before) > 115_000
         disk[0] = room
-        with pytest.raises(TargetError, match="the disk is full after .* MB were written; make room in") as caught:
+        with pytest.raises(TargetError, match=r"the disk is full after .* MB were written; make room in") as caught:
             convert(pictures, target, size=48, overwrite=True)
         assert "\n" not in str(caught.value)
         assert target.read_bytes() == before
         assert leftovers(tmp_path) == []
 
-    def test_a_short_write_is_continued(self, pictures: Path, tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_short_write_is_continued(
+        self, pictures: Path, tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         convert(pictures, tmp_path / f"whole{suffix}", size=48)
         real_write = os.pwritev
-        monkeypatch.setattr(_partial.os, "pwritev", lambda fd, buffers, offset: real_write(fd, [buffers[0][:777]], offset))
+        monkeypatch.setattr(
+            _partial.os, "pwritev", lambda fd, buffers, offset: real_write(fd, [buffers[0][:777]], offset)
+        )
         convert(pictures, tmp_path / f"bitwise{suffix}", size=48)
         assert (tmp_path / f"bitwise{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
 
@@ -228,7 +241,9 @@ class TestKilled:
             os.link(large, tmp_path / "src" / "a" / f"{number}.jpg")
         return tmp_path / "src"
 
-    def test_sigkill_leaves_no_target_and_the_next_run_succeeds(self, source: Path, tmp_path: Path, suffix: str) -> None:
+    def test_sigkill_leaves_no_target_and_the_next_run_succeeds(
+        self, source: Path, tmp_path: Path, suffix: str
+    ) -> None:
         target = tmp_path / f"out{suffix}"
         process = self.start(source, target)
         process.kill()
@@ -289,6 +304,8 @@ def test_memory_does_not_grow_with_the_number_of_pictures(tmp_path: Path) -> Non
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
         )
         target = str(tmp_path / f"{count}.lmdb")
-        done = subprocess.run([sys.executable, "-c", code, str(folder.parent), target], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(folder.parent), target], capture_output=True, text=True, check=True
+        )
         peaks.append(int(done.stdout) / 1024)
     assert peaks[1] - peaks[0] < 8, peaks

@@ -142,7 +142,9 @@ def test_an_item_read_in_threads_while_workers_are_forked(dataset: Dataset) -> N
         thread.start()
     try:
         for _ in range(10):
-            loader = DataLoader(Numbered(dataset), batch_size=64, num_workers=2, multiprocessing_context="fork", timeout=60)
+            loader = DataLoader(
+                Numbered(dataset), batch_size=64, num_workers=2, multiprocessing_context="fork", timeout=60
+            )
             with pytest.warns(DeprecationWarning, match="multi-threaded") if FORK_WARNS else nullcontext():
                 assert_whole_epoch(iter(loader))
     finally:
@@ -161,7 +163,9 @@ def distributed_rank(rank: int, port: int, path: str, queue: torch.multiprocessi
     for epoch in range(2):
         sampler.set_epoch(epoch)
         for indices, images, _ in loader:
-            assert all(equals_source(image, RECORDS[index]) for index, image in zip(indices.tolist(), images, strict=True))
+            assert all(
+                equals_source(image, RECORDS[index]) for index, image in zip(indices.tolist(), images, strict=True)
+            )
             seen.append(indices.tolist())
     queue.put([index for batch in seen for index in batch])
     torch.distributed.destroy_process_group()

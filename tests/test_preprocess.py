@@ -46,7 +46,7 @@ def test_equals_what_torchvision_gave(row: dict) -> None:
 @settings(max_examples=150, deadline=None)
 @given(height=SIDE, width=SIDE, target=st.tuples(SIDE, SIDE))
 def test_crop_equals_resizing_whole_then_cutting(height: int, width: int, target: tuple[int, int]) -> None:
-    """For any sizes. (Cutting between Pillow's two passes would be faster and is not always the same: it chooses their order.)"""
+    """For any sizes. (Cutting between Pillow's two passes would be faster, but it chooses their order itself.)"""
     image = formula_picture(height, width)
     scale_by_height = width * target[0] > height * target[1]
     if scale_by_height:
@@ -60,7 +60,9 @@ def test_crop_equals_resizing_whole_then_cutting(height: int, width: int, target
 
 @settings(max_examples=80, deadline=None)
 @given(height=SIDE, width=SIDE, target=st.tuples(SIDE, SIDE), fit=st.sampled_from(["crop", "pad", "stretch"]))
-def test_every_size_and_fit_gives_the_shape_asked_for(height: int, width: int, target: tuple[int, int], fit: str) -> None:
+def test_every_size_and_fit_gives_the_shape_asked_for(
+    height: int, width: int, target: tuple[int, int], fit: str
+) -> None:
     pixels = record_of(formula_picture(height, width), Preprocessing(target, fit)).pixels
     assert pixels.shape == (*target, 3)
     assert pixels.dtype == np.uint8
@@ -191,7 +193,14 @@ class TestBrokenFiles:
 
 @pytest.mark.parametrize(
     ("given_size", "expected"),
-    [(224, (224, 224)), ("224", (224, 224)), ("240x320", (240, 320)), ((240, 320), (240, 320)), ("none", None), (None, None)],
+    [
+        (224, (224, 224)),
+        ("224", (224, 224)),
+        ("240x320", (240, 320)),
+        ((240, 320), (240, 320)),
+        ("none", None),
+        (None, None),
+    ],
 )
 def test_sizes_that_can_be_given(given_size: object, expected: object) -> None:
     assert parse_size(given_size) == expected

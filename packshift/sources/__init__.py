@@ -11,11 +11,13 @@ import pkgutil
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from packshift.errors import SourceError, UsageError
-from packshift.record import Listing
-from packshift.sources._tree import Tree, read_tree
+
+if TYPE_CHECKING:
+    from packshift.record import Listing
+    from packshift.sources._tree import Tree
 
 AUTO = "auto"
 
@@ -53,6 +55,8 @@ def scan(root: str | os.PathLike[str], layout: str = AUTO) -> Listing:
 
     Raises SourceError where the folder is missing, unreadable or holds no picture.
     """
+    from packshift.sources._tree import read_tree
+
     tree = read_tree(Path(root))
     candidates = [get_layout(name) for name in (layout_names() if layout == AUTO else [layout])]
     chosen = next((candidate for candidate in candidates if layout != AUTO or candidate.fits(tree)), None)
@@ -67,7 +71,7 @@ def _nothing_found(tree: Tree, layout: str) -> str:
     expected = f"no pictures{kind} in {tree.root}: expected {tree.root}/CLASS/*.jpg, or *.jpg directly in it; "
     if tree.is_empty:
         return expected + "the folder is empty"
-    found = [f"{len(tree.pictures):,} pictures elsewhere"] if tree.pictures else []
-    found += [f"{count:,} {reason} ({tree.examples(reason)})" for reason, count in tree.ignored.items()]
-    found += [f"{len(tree.folders):,} folders"] if tree.folders else []
+    found = [f"pictures elsewhere: {len(tree.pictures):,}"] if tree.pictures else []
+    found += [f"{reason}: {count:,} ({tree.examples(reason)})" for reason, count in tree.ignored.items()]
+    found += [f"folders: {len(tree.folders):,}"] if tree.folders else []
     return expected + "found " + ", ".join(found)

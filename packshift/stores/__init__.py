@@ -11,9 +11,12 @@ import pkgutil
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from packshift.errors import UsageError
-from packshift.stores._format import Format
+
+if TYPE_CHECKING:
+    from packshift.stores._format import Format
 
 
 @cache
@@ -47,5 +50,6 @@ def format_of_target(target: Path, name: str | None = None) -> Format:
         if target.suffix.lower() in known.suffixes:
             return known
     raise UsageError(
-        f"cannot tell the format of {str(target)!r} from its suffix: expected {suffixes_text()}, or name it with --format"
+        f"cannot tell the format of {str(target)!r} from its suffix: expected {suffixes_text()}, "
+        "or name it with --format"
     )

@@ -61,7 +61,7 @@ class Format(Protocol):
         ...
 
     def frame(self, offset: int, nbytes: int) -> tuple[bytes, int]:
-        """What goes around `nbytes` of payload in a frame at `offset`: the bytes in front, the number of zeros behind."""
+        """What goes around `nbytes` of payload in a frame at `offset`: bytes in front, number of zeros behind."""
         ...
 
     def finish(

@@ -28,7 +28,7 @@ from packshift.errors import (
     StoreError,
     UnfinishedStoreError,
 )
-from packshift.record import ArrayPlace, Names, Skipped, StoreInfo
+from packshift.record import ArrayPlace, Names, Skipped, StoreInfo, bytes_of
 from packshift.stores import formats, get_format
 from packshift.stores._format import UNFINISHED, Format
 from packshift.stores._header import decode_header
@@ -103,7 +103,7 @@ class Reader:
         """A side array as a read-only view of the map, checked against its CRC-32; raises DamagedStoreError."""
         place: ArrayPlace = self.info.arrays[name]
         raw = self._bytes[place.offset : place.offset + place.nbytes]
-        if zlib.crc32(raw) != place.crc32:
+        if zlib.crc32(bytes_of(raw)) != place.crc32:
             raise self._damaged(f"its array {name!r} does not match its checksum")
         return raw.view(place.dtype).reshape(place.shape)
 
@@ -128,7 +128,9 @@ class Reader:
     def skipped(self) -> Sequence[Skipped]:
         """The source files that gave no record, with the reason."""
         try:
-            return tuple(Skipped(str(row["path"]), str(row["reason"])) for row in json.loads(self.array("skipped").tobytes()))
+            return tuple(
+                Skipped(str(row["path"]), str(row["reason"])) for row in json.loads(self.array("skipped").tobytes())
+            )
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise self._damaged("its list of skipped files cannot be read") from error
 
@@ -156,7 +158,7 @@ class Reader:
         return self._bytes[offset : offset + size].reshape(shape)
 
     def checksum_matches(self, index: int) -> bool:
-        return zlib.crc32(self.pixels(index)) == int(self.array("checksums")[index])
+        return zlib.crc32(bytes_of(self.pixels(index))) == int(self.array("checksums")[index])
 
 
 def _recognise(path: Path, head: bytes, name: str | None) -> Format:
@@ -202,9 +204,7 @@ def _map_file(path: Path) -> mmap.mmap:
 
 def _no_map(path: Path, size: int, error: OSError) -> str:
     if error.errno == errno.ENOMEM:
-        return (
-            f"{path}: no address space to map its {size / 1e6:,.0f} MB: raise the limit (ulimit -v) or use a smaller store"
-        )
+        return f"{path}: no address space to map its {size / 1e6:,.0f} MB: raise the limit (ulimit -v)"
     return (
         f"{path}: its file system cannot map files into memory ({error.strerror}): copy the store to a local disk first"
     )

@@ -6,14 +6,14 @@ import sys
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from packshift.record import Names, Record, Skipped
+from packshift.record import Names, Record, Skipped, bytes_of
 from packshift.stores._format import UNFINISHED, Format, Payload
 from packshift.stores._header import encode
 from packshift.stores._partial import PartialFile
@@ -92,7 +92,7 @@ class Writer:
         pixels = record.pixels
         if self._shape is not None and pixels.shape != self._shape:
             raise ValueError(f"{record.name}: expected a record of shape {self._shape}, got {pixels.shape}")
-        data = memoryview(pixels).cast("B")
+        data = bytes_of(pixels)
         front, behind = self._format.frame(self._next, len(data))
         offset = self._next + len(front)
         self._next = self._file.write_at(self._next, front, data, bytes(behind))
@@ -178,7 +178,3 @@ class Writer:
 
 def _encode_name(name: str) -> bytes:
     return name.encode(sys.getfilesystemencoding(), sys.getfilesystemencodeerrors())
-
-
-def merge_names(names: Sequence[str]) -> Names:
-    return Names.of(_encode_name(name) for name in names)

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packshift.errors import DamagedStoreError, NotAStoreError, StoreError
-from packshift.record import ArrayPlace, StoreInfo
+from packshift.record import ArrayPlace, StoreInfo, bytes_of
 from packshift.stores._format import HeaderPlace, Payload
 from packshift.stores._header import VERSION, encode_header
 from packshift.stores._partial import PartialFile
@@ -145,9 +145,9 @@ def _add_array(stored: h5py.File, name: str, array: NDArray[Any]) -> ArrayPlace:
     kind = h5py.h5t.py_create(array.dtype)
     dataset = h5py.h5d.create(stored.id, name.encode(), kind, h5py.h5s.create_simple(array.shape), properties)
     if array.size:
-        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, np.ascontiguousarray(array))
+        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, array)
     offset = dataset.get_offset() if array.size else 0  # the library gives an empty dataset no place
-    return ArrayPlace(int(offset), array.dtype.str, array.shape, zlib.crc32(np.ascontiguousarray(array)))
+    return ArrayPlace(int(offset), array.dtype.str, array.shape, zlib.crc32(bytes_of(array)))
 
 
 class HDF5Format:
@@ -210,7 +210,9 @@ class HDF5Format:
         line = _LINE.match(view[:256])
         if line is None:
             if bytes(view[:15]) == b"packshift store":
-                raise DamagedStoreError(f"{path} is damaged: its first line is not what packshift writes; copy it again")
+                raise DamagedStoreError(
+                    f"{path} is damaged: its first line is not what packshift writes; copy it again"
+                )
             raise NotAStoreError(
                 f"{path} is an HDF5 file that packshift did not write (it has no packshift header): "
                 "make a store from the pictures with packshift convert"

@@ -20,12 +20,12 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
 from packshift.errors import DamagedStoreError, NotAStoreError, StoreError, TargetError
-from packshift.record import ArrayPlace, StoreInfo
+from packshift.record import ArrayPlace, StoreInfo, bytes_of
 from packshift.stores._format import HeaderPlace, Payload
 from packshift.stores._header import encode_header
 from packshift.stores._partial import PartialFile
@@ -83,10 +83,9 @@ class _Child:
     key: bytes
     page: int
 
-    def node(self, *, first: bool) -> bytes:
-        key = b"" if first else self.key  # the leftmost key of a branch page is never compared
+    def node(self) -> bytes:
         low, middle, high = self.page & 0xFFFF, self.page >> 16 & 0xFFFF, self.page >> 32
-        return _even(_NODE_HEAD.pack(low, middle, high, len(key)) + key)
+        return _even(_NODE_HEAD.pack(low, middle, high, len(self.key)) + self.key)
 
 
 def _even(node: bytes) -> bytes:
@@ -108,16 +107,19 @@ def _tree_page(number: int, flags: int, nodes: list[bytes]) -> bytes:
     return bytes(page)
 
 
-def _fill(nodes: Iterable[tuple[_Value | _Child, bytes]]) -> Iterator[list[tuple[_Value | _Child, bytes]]]:
-    """Group nodes into pages, each as full as it gets."""
-    group: list[tuple[_Value | _Child, bytes]] = []
+_Item = TypeVar("_Item", "_Value", "_Child")
+
+
+def _fill(items: Iterable[_Item]) -> Iterator[list[_Item]]:
+    """Group items into pages, each as full as it gets; yields at least one group."""
+    group: list[_Item] = []
     room = PAGE - _PAGE_HEAD.size
-    for item, node in nodes:
-        need = len(node) + _POINTER.size
+    for item in items:
+        need = len(item.node()) + _POINTER.size
         if group and need > room:
             yield group
             group, room = [], PAGE - _PAGE_HEAD.size
-        group.append((item, node))
+        group.append(item)
         room -= need
     yield group
 
@@ -160,22 +162,22 @@ class _Tree:
     leaf_pages: int
 
 
+def _branch_nodes(children: list[_Child]) -> list[bytes]:
+    """The nodes of a branch page; the leftmost key is never compared and left out."""
+    return [_Child(b"", children[0].page).node(), *(child.node() for child in children[1:])]
+
+
 def _add_tree(pages: _Pages, values: Iterable[_Value]) -> _Tree:
     """Write the B-tree over `values`, which must come in the order of their keys."""
     level: list[_Child] = []
-    for group in _fill((value, value.node()) for value in values):
-        page = pages.add_tree_page(_LEAF, [node for _, node in group])
-        level.append(_Child(group[0][0].key, page))
+    for group in _fill(values):
+        level.append(_Child(group[0].key, pages.add_tree_page(_LEAF, [value.node() for value in group])))
     leaf_pages, branch_pages, depth = len(level), 0, 1
     while len(level) > 1:
-        groups = [[child for child, _ in group] for group in _fill((child, child.node(first=False)) for child in level)]
+        groups = list(_fill(level))
         if len(groups[-1]) == 1:  # the engine takes no branch page with a single child
             groups[-1].insert(0, groups[-2].pop())
-        above = []
-        for children in groups:
-            nodes = [child.node(first=position == 0) for position, child in enumerate(children)]
-            above.append(_Child(children[0].key, pages.add_tree_page(_BRANCH, nodes)))  # type: ignore[arg-type]
-        level = above
+        level = [_Child(group[0].key, pages.add_tree_page(_BRANCH, _branch_nodes(group))) for group in groups]
         branch_pages += len(level)
         depth += 1
     return _Tree(level[0].page, depth, branch_pages, leaf_pages)
@@ -213,7 +215,7 @@ class LMDBFormat:
         pages = _Pages(file, payload.end // PAGE)
         named, places = [], {}
         for name, array in arrays.items():
-            data = memoryview(array).cast("B") if array.size else memoryview(b"")
+            data = bytes_of(array)
             value = pages.add_value(name.encode(), data)
             named.append(value)
             places[name] = ArrayPlace(

@@ -17,7 +17,18 @@ from PIL import Image
 from PIL import __version__ as pillow_version
 from torchvision import transforms
 
-SIZES = [(375, 500), (500, 375), (256, 256), (257, 256), (1, 1), (3, 700), (640, 481), (100, 77), (255, 1024), (2048, 37)]
+SIZES = [
+    (375, 500),
+    (500, 375),
+    (256, 256),
+    (257, 256),
+    (1, 1),
+    (3, 700),
+    (640, 481),
+    (100, 77),
+    (255, 1024),
+    (2048, 37),
+]
 SIDES = [256, 224, 33]
 STRETCHES = [(240, 320), (31, 64)]
 
@@ -37,7 +48,9 @@ def main() -> None:
         image = picture(height, width)
         for side in SIDES:
             crop = transforms.Compose([transforms.Resize(side), transforms.CenterCrop(side)])
-            rows.append({"height": height, "width": width, "size": [side, side], "fit": "crop", "crc32": crc(crop(image))})
+            rows.append(
+                {"height": height, "width": width, "size": [side, side], "fit": "crop", "crc32": crc(crop(image))}
+            )
         for size in STRETCHES:
             stretched = transforms.Resize(size)(image)
             rows.append({"height": height, "width": width, "size": size, "fit": "stretch", "crc32": crc(stretched)})

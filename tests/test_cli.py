@@ -1,0 +1,264 @@
+"""The command line: results on stdout, log on stderr, one line per error, the exit codes of the contract."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+from helpers import encoded, formula_picture, make_folder
+
+from packshift import cli, conversion
+from packshift.report import human_bytes, printable
+from packshift.stores import format_names
+from packshift.stores._reader import Reader
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.main, [str(argument) for argument in arguments])
+
+
+def error_line(result: Result, code: int) -> str:
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("packshift: ")
+    return lines[0]
+
+
+class TestConvert:
+    def test_summary_on_stdout_plan_on_stderr(
+        self, pictures: Path, tmp_path: Path, suffix: str, format_name: str
+    ) -> None:
+        target = tmp_path / f"out{suffix}"
+        result = run("convert", pictures, target, "--size", "240x320", "--jobs", 2)
+        assert result.exit_code == 0
+        assert result.stderr.splitlines() == [
+            f"{pictures}: 12 pictures, 3 classes",
+            f"{target}: {format_name}, upright, RGB, scaled to cover 240 x 320 (height x width), middle cut out, "
+            "2 jobs",
+        ]
+        lines = result.stdout.splitlines()
+        assert lines[0] == f"12 of 12 pictures written to {target}"
+        assert lines[1].startswith(f"{human_bytes(target.stat().st_size)} on disk, ")
+        assert lines[2].endswith("images/s")
+        assert lines[3] == "smaller than the target size, enlarged: 12"
+        assert Reader(target).info.shape == (240, 320, 3)
+
+    def test_skipped_pictures_are_named_and_give_exit_code_3(self, pictures: Path, tmp_path: Path) -> None:
+        (pictures / "bee" / "bad\n\x1b[31m.jpg").write_bytes(b"<html>")
+        result = run("convert", pictures, tmp_path / "out.lmdb", "--size", 16, "--fit", "pad")
+        assert result.exit_code == 3
+        assert r"skipped bee/bad\n\x1b[31m.jpg: not a picture that Pillow can read" in result.stderr
+        assert "12 of 13 pictures written" in result.stdout
+        assert ", 1 skipped" in result.stdout
+
+    def test_stop(self, pictures: Path, tmp_path: Path) -> None:
+        (pictures / "bee" / "bad.jpg").touch()
+        result = run("convert", pictures, tmp_path / "out.lmdb", "--on-error", "stop", "-q")
+        assert (
+            error_line(result, 1)
+            == "packshift: bee/bad.jpg: empty file (0 bytes). Nothing was written (--on-error stop)"
+        )
+        assert not (tmp_path / "out.lmdb").exists()
+
+    def test_json(self, pictures: Path, tmp_path: Path) -> None:
+        (pictures / "bee" / "bad\udcff.jpg").touch()
+        result = run("convert", pictures, tmp_path / "out.h5", "--json", "--size", 16)
+        report = json.loads(result.stdout)
+        assert (report["found"], report["written"], report["format"]) == (13, 12, "hdf5")
+        assert report["skipped"] == [{"path": "bee/bad\udcff.jpg", "reason": "empty file (0 bytes)"}]
+        assert report["classes"] == ["ant", "bee", "cow"]
+        assert report["store_bytes"] == (tmp_path / "out.h5").stat().st_size
+        assert report["seconds"] > 0
+
+    def test_quiet_says_nothing_but_errors(self, pictures: Path, tmp_path: Path) -> None:
+        result = run("convert", pictures, tmp_path / "out.lmdb", "-q", "--size", 16)
+        assert (result.exit_code, result.output) == (0, "")
+
+    def test_flat_folder_is_said_to_be_unlabelled(self, pictures: Path, tmp_path: Path) -> None:
+        result = run("convert", pictures / "ant", tmp_path / "out.lmdb", "--size", 16)
+        assert "4 pictures, no class folders: every label will be -1" in result.stderr
+
+    def test_what_was_left_out_is_said(self, pictures: Path, tmp_path: Path) -> None:
+        (pictures / "empty class").mkdir()
+        (pictures / "stray.jpg").touch()
+        (pictures / "ant" / "notes.txt").touch()
+        result = run("convert", pictures, tmp_path / "out.lmdb", "--size", 16)
+        assert "note: left out, pictures beside the class folders: 1 (stray.jpg)" in result.stderr
+        assert "note: left out, files without a picture's suffix: 1 (ant/notes.txt)" in result.stderr
+        assert "note: class folders without a picture, which keep their label: 1 (empty class)" in result.stderr
+
+    def test_numeric_class_names_out_of_order_are_said(self, tmp_path: Path) -> None:
+        make_folder(tmp_path / "src", ["1", "2", "10"], 1)
+        result = run("convert", tmp_path / "src", tmp_path / "out.lmdb", "--size", 16)
+        assert (
+            "note: class folders are sorted as text, as torchvision does, not as numbers: label 0 is folder '1'"
+            in result.stderr
+        )
+
+    def test_choices_are_the_formats_there_are(self) -> None:
+        option = next(option for option in cli.main.commands["convert"].params if option.name == "format_")
+        assert isinstance(option.type, click.Choice)
+        assert tuple(option.type.choices) == format_names()
+
+
+class TestBadInput:
+    """One line that names the thing, what was expected and what to do; nothing lost."""
+
+    def test_missing_source(self, tmp_path: Path) -> None:
+        line = error_line(run("convert", tmp_path / "no such", tmp_path / "out.lmdb"), 1)
+        assert line == f"packshift: source folder {tmp_path}/no such does not exist: expected a folder of pictures"
+
+    def test_empty_source(self, tmp_path: Path) -> None:
+        (tmp_path / "src").mkdir()
+        assert "the folder is empty" in error_line(run("convert", tmp_path / "src", tmp_path / "out.lmdb"), 1)
+
+    def test_source_without_a_picture(self, tmp_path: Path) -> None:
+        (tmp_path / "src" / "a").mkdir(parents=True)
+        (tmp_path / "src" / "a" / "notes.txt").touch()
+        line = error_line(run("convert", tmp_path / "src", tmp_path / "out.lmdb"), 1)
+        assert "found files without a picture's suffix: 1 ('a/notes.txt'), folders: 1" in line
+
+    def test_existing_target(self, pictures: Path, store: Path) -> None:
+        before = store.read_bytes()
+        assert "exists: choose another name, or replace it with --overwrite" in error_line(
+            run("convert", pictures, store), 1
+        )
+        assert store.read_bytes() == before
+
+    def test_unknown_suffix(self, pictures: Path, tmp_path: Path) -> None:
+        line = error_line(run("convert", pictures, tmp_path / "out.zip"), 2)
+        assert "expected .h5 or .hdf5 (hdf5), .lmdb (lmdb), or name it with --format" in line
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            "convert",
+            "convert only-one",
+            "convert a b c",
+            "fly",
+            "convert a b.lmdb --jobs 0",
+            "convert a b.lmdb --fit squeeze",
+            "convert a b.lmdb --nope",
+            "info",
+            "info --nope",
+        ],
+    )
+    def test_wrong_usage(self, arguments: str) -> None:
+        assert "--help)" in error_line(run(*arguments.split()), 2)
+
+    def test_wrong_size(self, pictures: Path, tmp_path: Path) -> None:
+        line = error_line(run("convert", pictures, tmp_path / "out.lmdb", "--size", "big"), 2)
+        assert line == "packshift: size 'big': expected a number such as 224, HEIGHTxWIDTH such as 240x320, or none"
+
+    @pytest.mark.parametrize("name", ["missing", "folder", "empty.lmdb", "text.h5"])
+    def test_info_on_what_is_no_store(self, name: str, tmp_path: Path) -> None:
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "empty.lmdb").touch()
+        (tmp_path / "text.h5").write_text("text")
+        assert str(tmp_path / name) in error_line(run("info", tmp_path / name), 1)
+
+    def test_a_fault_of_ours_is_one_line_too(
+        self, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: object, **__: object) -> None:
+            raise ZeroDivisionError("surprise")
+
+        monkeypatch.setattr(conversion, "run_plan", fail)
+        line = error_line(run("convert", pictures, tmp_path / "out.lmdb", "-q"), 1)
+        assert line == "packshift: unexpected ZeroDivisionError: surprise (PACKSHIFT_DEBUG=1 shows where)"
+        monkeypatch.setenv("PACKSHIFT_DEBUG", "1")
+        assert isinstance(run("convert", pictures, tmp_path / "out.lmdb", "-q").exception, ZeroDivisionError)
+
+
+class TestInfo:
+    def test_text(self, store: Path, format_name: str) -> None:
+        result = run("info", store)
+        assert result.exit_code == 0
+        for words in (
+            f"{store}: {format_name}, format version 1",
+            "12, 32 x 32 (height x width), uint8 RGB",
+            human_bytes(store.stat().st_size),
+            "fit crop",
+            "packshift 0",
+            "    1  bee  4",
+            "skipped        0 files",
+        ):
+            assert words in result.stdout, words
+
+    def test_json(self, store: Path, format_name: str) -> None:
+        facts = json.loads(run("info", store, "--json").stdout)
+        assert (facts["format"], facts["version"], facts["count"], facts["image"]["shape"]) == (
+            format_name,
+            1,
+            12,
+            [32, 32, 3],
+        )
+        assert facts["classes"] == [{"name": name, "count": 4} for name in ("ant", "bee", "cow")]
+        assert facts["preprocessing"]["size"] == [32, 32]
+        assert facts["preprocessing"]["fit"] == "crop"
+        assert facts["store_bytes"] == store.stat().st_size
+        assert {"packshift", "pillow"} <= set(facts["tools"])
+
+    def test_many_skipped_files_are_listed_on_request(self, pictures: Path, tmp_path: Path) -> None:
+        for number in range(30):
+            (pictures / "ant" / f"bad{number:02}.jpg").touch()
+        run("convert", pictures, tmp_path / "out.lmdb", "--size", 8)
+        short, whole = run("info", tmp_path / "out.lmdb").stdout, run("info", tmp_path / "out.lmdb", "--skipped").stdout
+        assert "... and 10 more (--skipped lists all)" in short
+        assert "bad29.jpg: empty file" not in short
+        assert "ant/bad29.jpg: empty file" in whole
+
+
+def test_as_a_real_process_with_an_ascii_terminal(pictures: Path, tmp_path: Path) -> None:
+    """Names of any bytes never stop the run because the terminal cannot show them."""
+    (pictures / "ünï").mkdir()
+    for name in (b"\xff\xfe.jpg", "日本.jpg".encode(), b"new\nline.jpg"):
+        Path(os.fsdecode(os.fsencode(pictures / "ünï") + b"/" + name)).write_bytes(
+            encoded(formula_picture(9, 9)) if b"\n" not in name else b""
+        )
+    command = [sys.executable, "-m", "packshift", "convert", str(pictures), str(tmp_path / "ö ut.h5"), "--size", "16"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=120)
+    assert done.returncode == 3, done
+    assert b"Traceback" not in done.stderr
+    assert b"skipped \\xfcn\\xef/new\\nline.jpg: empty file" in done.stderr
+    assert b"14 of 15 pictures written" in done.stdout
+    names = [os.fsencode(name) for name in Reader(tmp_path / "ö ut.h5").paths[-2:]]
+    assert names == ["ünï/日本.jpg".encode(), "ünï/".encode() + b"\xff\xfe.jpg"]
+
+
+def test_every_command_and_option_has_help_and_an_example() -> None:
+    for name, command in cli.main.commands.items():
+        assert command.help, name
+        assert f"packshift {name} " in command.help, f"{name}: no example"
+        for option in command.params:
+            if isinstance(option, click.Option):
+                assert option.help, f"{name} {option.name}"
+
+
+def test_every_option_is_in_the_readme() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    for name, command in cli.main.commands.items():
+        for option in command.params:
+            if isinstance(option, click.Option) and option.name != "help":
+                assert any(flag in readme for flag in option.opts), f"{name} {option.opts}"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (1234, "1.2 KB"), (5_600_000, "5.6 MB"), (2e15, "2,000.0 TB")],
+)
+def test_human_bytes(count: float, text: str) -> None:
+    assert human_bytes(count) == text
+
+
+def test_printable() -> None:
+    assert printable("é 日 a\n\x1b\udcff") == "é 日 a\\n\\x1b\\udcff"

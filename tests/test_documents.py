@@ -1,0 +1,131 @@
+"""What README.md and docs/ show is run: the commands, the training loop, the readers without packshift."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import REPOSITORY, SAMPLE_PHOTOS, resize_and_crop
+
+from packshift import convert
+from packshift.stores._reader import Reader
+
+README = (REPOSITORY / "README.md").read_text()
+FORMAT = (REPOSITORY / "docs" / "FORMAT.md").read_text()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the sample pictures at the place where the README has them."""
+    shutil.copytree(SAMPLE_PHOTOS, tmp_path / "sample_data" / "photos")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        command, shell=True, capture_output=True, text=True, env={**os.environ, "PATH": path}, timeout=300
+    )
+
+
+def test_the_main_job_of_the_first_command(folder: Path) -> None:
+    """The command without its installation, which .ci/run does."""
+    install, command = (part.strip() for part in blocks(README, "sh")[0].rsplit("&&", 1))
+    assert install == "python3 -m venv .venv && .venv/bin/pip install ."
+    done = shell(command.replace(".venv/bin/", ""))
+    assert done.returncode == 0, done.stderr
+    assert "24 of 24 pictures written to sample.lmdb" in done.stdout
+
+
+def test_the_console_session_prints_what_it_shows(folder: Path) -> None:
+    session = blocks(README, "console")[0]
+    for command in re.findall(r"^\$ (.*)$", session, re.MULTILINE):
+        done = shell(command)
+        assert done.returncode == 0, done.stderr
+        if command.startswith("packshift convert"):
+            shown = [line for line in session.splitlines() if not line.startswith("$")]
+            assert comparable(done.stderr + done.stdout) == comparable("\n".join(shown))
+
+
+def comparable(text: str) -> list[str]:
+    """Without what differs from machine to machine: seconds and rate, jobs."""
+    return [re.sub(r"[\d.,]+ s, [\d,]+ images/s|\d+ jobs", "...", line) for line in text.strip().splitlines()]
+
+
+def test_the_training_loop_runs(folder: Path) -> None:
+    convert(SAMPLE_PHOTOS, folder / "sample.lmdb")
+    (folder / "train.py").write_text(blocks(README, "python")[0])
+    done = subprocess.run([sys.executable, "-W", "error", "train.py"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"epoch 0: loss [\d.]+\nepoch 1: loss [\d.]+\n", done.stdout)
+
+
+@pytest.mark.parametrize(("number", "suffix"), [(0, ".lmdb"), (1, ".h5")])
+def test_readers_without_packshift(folder: Path, number: int, suffix: str) -> None:
+    convert(SAMPLE_PHOTOS, folder / f"photos{suffix}")
+    reader, paths = blocks(FORMAT, "python")[number], blocks(FORMAT, "python")[2]
+    assert "packshift" not in reader.replace("photos", "")
+    assert len([line for line in reader.splitlines() if line and not line.startswith("import")]) <= 5
+    names: dict = {}
+    exec(reader, names)
+    if suffix == ".h5":
+        exec(paths, names)
+        assert names["path"] == "flower/flower_2.jpg"
+        names["store"].close()
+    assert names["label"] == 1
+    assert np.array_equal(names["image"], resize_and_crop(SAMPLE_PHOTOS / "flower" / "flower_2.jpg", 256))
+
+
+def test_the_format_document_lists_every_array_and_header_key(folder: Path) -> None:
+    convert(SAMPLE_PHOTOS, folder / "photos.h5", size=None)
+    reader = Reader(folder / "photos.h5")
+    for name in reader.info.arrays:
+        assert f"`{name}`" in FORMAT, name
+    for key in (
+        "magic",
+        "version",
+        "count",
+        "classes",
+        "payload",
+        "arrays",
+        "preprocessing",
+        "source",
+        "notes",
+        "tools",
+    ):
+        assert f"`{key}`" in FORMAT, key
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in [
+        REPOSITORY / "README.md",
+        *(REPOSITORY / "docs").glob("*.md"),
+        *(REPOSITORY / "benchmarks").glob("*.md"),
+    ]:
+        for link in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+            assert (document.parent / link).exists(), f"{document.name}: {link}"
+
+
+def test_sample_photos_are_what_the_script_draws() -> None:
+    sys.path.insert(0, str(REPOSITORY / "sample_data"))
+    try:
+        import make_photos
+    finally:
+        sys.path.remove(str(REPOSITORY / "sample_data"))
+    files = sorted(SAMPLE_PHOTOS.rglob("*.jpg"))
+    assert len(files) == len(make_photos.DRAW) * len(make_photos.SIZES) == 24
+    assert sum(path.stat().st_size for path in files) < 500_000
+    drawn = np.asarray(make_photos.make_photo("boat", 0)).astype(int)
+    stored = np.asarray(__import__("PIL.Image").Image.open(SAMPLE_PHOTOS / "boat" / "boat_1.jpg")).astype(int)
+    assert np.abs(drawn - stored).mean() < 5
