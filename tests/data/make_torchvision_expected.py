@@ -1,8 +1,10 @@
-"""Write torchvision_expected.json: what torchvision makes of some synthetic pictures, as CRC-32 of the pixels.
+"""Write what torchvision makes of some synthetic pictures, as CRC-32 of the pixels, for the Pillow at hand.
 
     python tests/data/make_torchvision_expected.py      (needs torch, torchvision and Pillow; nothing else here does)
 
-The pictures are a formula, so no decoder or random generator takes part. The file names the versions it was made with.
+The pictures are a formula, so no decoder or random generator takes part. Pillow 13 began to choose the order of its two
+passes, which changes some pixels by one: torchvision_pillow12.json holds for Pillow 12 and earlier,
+torchvision_pillow13.json from 13 on. Each names the versions it was made with.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def main() -> None:
             rows.append({"height": height, "width": width, "size": size, "fit": "stretch", "crc32": crc(stretched)})
     versions = {"torchvision": torchvision.__version__, "pillow": pillow_version}
     text = json.dumps({"made_with": versions, "rows": rows}, indent=1)
-    Path(__file__).with_name("torchvision_expected.json").write_text(text + "\n")
+    generation = 13 if int(pillow_version.split(".")[0]) >= 13 else 12
+    Path(__file__).with_name(f"torchvision_pillow{generation}.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":
