@@ -10,7 +10,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import click
@@ -19,6 +20,7 @@ from packshift._version import __version__
 from packshift.errors import PackshiftError, UsageError
 from packshift.sources import AUTO, layout_names
 from packshift.stores import format_names
+from packshift.text import printable
 
 FAILED = 1
 WRONG_USAGE = 2
@@ -41,7 +43,7 @@ class _Commands(click.Group):
         except PackshiftError as error:
             _fail(str(error), FAILED)
         except (click.Abort, KeyboardInterrupt):
-            _fail("interrupted: nothing was published; the same command starts again", FAILED)
+            _fail("interrupted", FAILED)
         except MemoryError:
             _fail("out of memory: use fewer --jobs, or convert on a machine with more", FAILED)
         except BrokenPipeError:
@@ -56,8 +58,6 @@ class _Commands(click.Group):
 
 
 def _fail(message: str, code: int) -> None:
-    from packshift.report import printable
-
     click.echo(f"packshift: {printable(message)}", err=True)
     sys.exit(code)
 
@@ -65,6 +65,8 @@ def _fail(message: str, code: int) -> None:
 def _echo(text: str, *, err: bool = False) -> None:
     """Print whatever the terminal's encoding can show, the rest escaped, instead of failing on it."""
     stream = sys.stderr if err else sys.stdout
+    if stream is None or not text:
+        return
     encoding = getattr(stream, "encoding", None) or "utf-8"
     click.echo(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
 
@@ -74,18 +76,27 @@ def _print_json(value: Any) -> None:
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
-quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress and no summary; errors are still named.")
+quiet_option = click.option(
+    "-q", "--quiet", is_flag=True, help="No progress and no summary; warnings and errors are still told."
+)
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=_Commands,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(__version__, prog_name="packshift")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """Turn a folder of pictures into one fast file for PyTorch.
 
     \b
     packshift convert photos/ photos.lmdb
     packshift info photos.lmdb
     """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 @main.command()
@@ -151,7 +162,7 @@ def convert(
     Exit code 3 means that OUT is there but some pictures were skipped; each is named on stderr and by packshift info.
     """
     from packshift.conversion import make_plan, run_plan
-    from packshift.report import plan_text, printable, report_json, report_text
+    from packshift.report import plan_text, report_json, report_text, warning_text
 
     plan = make_plan(
         source,
@@ -164,23 +175,50 @@ def convert(
         on_error=on_error,
         overwrite=overwrite,
     )
-    if not quiet:
-        _echo(plan_text(plan), err=True)
-    with _progress_bar(len(plan.listing), quiet=quiet) as progress:
-        report = run_plan(plan, progress=progress)
-    for skipped in report.skipped:
-        _echo(f"skipped {printable(skipped.path)}: {skipped.reason}", err=True)
-    if as_json:
-        _print_json(report_json(report))
-    elif not quiet:
-        _echo(report_text(report))
-    return SOME_SKIPPED if report.skipped else 0
+    _echo(warning_text(plan) if quiet else plan_text(plan), err=True)
+    before = _identity(plan.target)
+    try:
+        with _progress_bar(len(plan.listing), quiet=quiet) as progress:
+            report = run_plan(plan, progress=progress)
+    except KeyboardInterrupt:
+        if _identity(plan.target) == before:
+            raise click.ClickException("interrupted: nothing was published; the same command starts again") from None
+        _echo(f"packshift: interrupted, but {printable(str(plan.target))} is whole and was published", err=True)
+        return 0
+    code = SOME_SKIPPED if report.skipped else 0
+    try:
+        for skipped in report.skipped:
+            _echo(f"skipped {printable(skipped.path)}: {skipped.reason}", err=True)
+        if as_json:
+            _print_json(report_json(report))
+        elif not quiet:
+            _echo(report_text(report))
+        sys.stdout.flush()
+    except OSError as error:  # the store is there, whatever became of the terminal; the exit code says so
+        _give_up_output(f"the store was published; its summary cannot be printed: {error.strerror}")
+    return code
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file has this name now; None: none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _give_up_output(reason: str) -> None:
+    """Keep Python from failing a second time when it flushes stdout at exit."""
+    with suppress(OSError):
+        click.echo(f"packshift: {reason}", err=True)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
 def _progress_bar(total: int, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
     """A bar on stderr with rate and time left; none where stderr is not a terminal."""
-    if quiet:
+    if quiet or sys.stderr is None:
         yield None
         return
     from tqdm import tqdm

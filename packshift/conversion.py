@@ -8,7 +8,10 @@ pictures at a time, which spares it most of the switching between threads (3 % o
 
 from __future__ import annotations
 
+import operator
 import os
+import stat
+import threading
 import time
 import warnings
 from collections import deque
@@ -20,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from packshift._version import __version__
-from packshift.errors import ImageError, SourceError, TargetError, UsageError
+from packshift.errors import ImageError, SourceError, StoreError, TargetError, UsageError
 from packshift.machine import usable_cpus
-from packshift.preprocess import Preprocessing, make_record, parse_size
+from packshift.preprocess import Preprocessing, load_record, parse_size
 from packshift.record import Listing, Record, Sample, Skipped
 from packshift.sources import AUTO, scan
 from packshift.stores import format_of_target
 from packshift.stores._format import Format
-from packshift.stores._partial import partial_file
+from packshift.stores._partial import PartialFile, partial_file
 from packshift.stores._reader import Reader
 from packshift.stores._writer import Description, Writer
 
@@ -129,13 +132,41 @@ def make_plan(
     """Check every argument and list the source; write nothing. Arguments and errors are those of `convert`."""
     if on_error not in ON_ERROR:
         raise UsageError(f"unknown on_error {on_error!r}: expected one of {', '.join(ON_ERROR)}")
-    jobs = usable_cpus() if jobs is None else jobs
-    if jobs < 1:
-        raise UsageError(f"jobs {jobs}: expected at least 1")
     settings = Preprocessing(parse_size(size), fit)
-    chosen = format_of_target(Path(target), format)
-    path = _checked_target(Path(target), overwrite=overwrite)
-    return Plan(scan(source, layout), path, chosen, settings, jobs, on_error, overwrite)
+    source, target = _checked_path(source, "source"), _checked_path(target, "target")
+    chosen = format_of_target(target, format)
+    path = _checked_target(target, overwrite=overwrite)
+    return Plan(scan(source, layout), path, chosen, settings, _checked_jobs(jobs), on_error, overwrite)
+
+
+def _read_back(file: PartialFile, plan: Plan) -> Reader:
+    """Open the finished file as users will, with packshift and with the format's own library."""
+    try:
+        store = Reader(file.path, format=plan.format.name)
+        plan.format.check(file.path, store.info)
+    except StoreError as error:
+        reason = str(error).replace(str(file.path), str(plan.target))
+        raise TargetError(f"{plan.target}: what was written cannot be read back: {reason}") from error
+    return store
+
+
+def _checked_jobs(jobs: int | None) -> int:
+    if jobs is None:
+        return usable_cpus()
+    try:
+        number = operator.index(jobs)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise UsageError(f"jobs {jobs!r}: expected a number of at least 1")
+    return number
+
+
+def _checked_path(path: str | os.PathLike[str], role: str) -> Path:
+    name = os.fsdecode(path)
+    if not name or "\0" in name:
+        raise UsageError(f"{role} {name!r}: expected the name of a file or folder")
+    return Path(name)
 
 
 def run_plan(plan: Plan, *, progress: Progress | None = None, started: float | None = None) -> Report:
@@ -149,7 +180,8 @@ def run_plan(plan: Plan, *, progress: Progress | None = None, started: float | N
                 writer.append(outcome)
             else:
                 if plan.on_error == "stop":
-                    raise ImageError(f"{outcome.path}: {outcome.reason}. Nothing was written (--on-error stop)")
+                    reason = outcome.reason.rstrip(".")
+                    raise ImageError(f"{outcome.path}: {reason}. Nothing was written (--on-error stop)")
                 skipped.append(outcome)
                 writer.skip(outcome)
             if progress is not None:
@@ -162,8 +194,7 @@ def run_plan(plan: Plan, *, progress: Progress | None = None, started: float | N
         if len(writer) + len(skipped) != len(plan.listing):
             raise TargetError(f"{plan.target}: {len(plan.listing)} pictures went in, {len(writer)} came out")
         writer.finish(_description(plan))
-        store = Reader(file.path, format=plan.format.name)
-        plan.format.check(file.path, store.info)
+        store = _read_back(file, plan)
         file.publish(overwrite=plan.overwrite)
     seconds = time.perf_counter() - started
     return Report(
@@ -186,18 +217,33 @@ def run_plan(plan: Plan, *, progress: Progress | None = None, started: float | N
 
 def _checked_target(target: Path, *, overwrite: bool) -> Path:
     """The path to write, a link at its end followed; raises TargetError where it cannot be."""
-    path = Path(os.path.realpath(target)) if target.is_symlink() else target
-    if path.is_dir():
+    path = Path(os.path.realpath(target)) if os.path.islink(target) else target
+    folder = path.parent
+    try:
+        folder_mode, mode = _mode(folder), _mode(path)
+    except OSError as error:
+        raise TargetError(f"{target} cannot be written: {error.strerror}") from error
+    if folder_mode is None:
+        raise TargetError(f"{target}: the folder {folder} does not exist: create it first")
+    if not stat.S_ISDIR(folder_mode):
+        raise TargetError(f"{target}: {folder} is a file, not a folder")
+    if mode is not None and stat.S_ISDIR(mode):
         raise TargetError(f"{target} is a folder: expected the name of a file to write, such as {target / 'out.lmdb'}")
-    if path.exists() and not path.is_file():
+    if mode is not None and not stat.S_ISREG(mode):
         raise TargetError(f"{target} is not a regular file: expected the name of a file to write")
-    if path.exists() and not overwrite:
+    if mode is not None and not overwrite:
         raise TargetError(f"{target} exists: choose another name, or replace it with --overwrite")
-    if not path.parent.is_dir():
-        raise TargetError(f"the folder {target.parent} of the target {target.name} does not exist: create it first")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise TargetError(f"{target}: the folder {target.parent} is not writable")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise TargetError(f"{target}: the folder {folder} is not writable")
     return path
+
+
+def _mode(path: Path) -> int | None:
+    """What kind of file `path` is; None where there is none."""
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _outcomes(plan: Plan) -> Iterator[Record | Skipped]:
@@ -208,13 +254,20 @@ def _outcomes(plan: Plan) -> Iterator[Record | Skipped]:
     with _quiet_warnings():
         try:
             for batch in _batches(count, plan.jobs):
-                waiting.append(pool.submit(_load_batch, plan, batch))
+                waiting.append(_submit(pool, plan, batch))
                 if len(waiting) > plan.jobs * BATCHES_PER_JOB:
                     yield from waiting.popleft().result()
             while waiting:
                 yield from waiting.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _submit(pool: ThreadPoolExecutor, plan: Plan, batch: range) -> Future[list[Record | Skipped]]:
+    try:
+        return pool.submit(_load_batch, plan, batch)
+    except RuntimeError as error:  # the system gives no more threads
+        raise UsageError(f"jobs {plan.jobs}: {error}; use fewer") from error
 
 
 def _batches(count: int, jobs: int) -> Iterator[range]:
@@ -230,22 +283,33 @@ def _load_batch(plan: Plan, indices: range) -> list[Record | Skipped]:
 
 def _load(root: str, sample: Sample, settings: Preprocessing) -> Record | Skipped:
     try:
-        with open(os.path.join(root, sample.name), "rb", buffering=0) as file:
-            data = file.read()
-    except OSError as error:
-        return Skipped(sample.name, f"cannot be read: {error.strerror}")
-    try:
-        return make_record(data, sample, settings)
+        return load_record(root, sample, settings)
     except ImageError as error:
         return Skipped(sample.name, str(error))
+
+
+_quiet = warnings.catch_warnings()
+_quiet_lock = threading.Lock()
+_quiet_depth = 0
 
 
 @contextmanager
 def _quiet_warnings() -> Iterator[None]:
     """Pillow warns, once a picture, of things that are counted in the report or change no pixel."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"PIL\.")
+    global _quiet, _quiet_depth  # the filters are the process's: conversions in several threads share one change
+    with _quiet_lock:
+        _quiet_depth += 1
+        if _quiet_depth == 1:
+            _quiet.__enter__()
+            warnings.filterwarnings("ignore", module=r"PIL\.")
+    try:
         yield
+    finally:
+        with _quiet_lock:
+            _quiet_depth -= 1
+            if _quiet_depth == 0:
+                _quiet.__exit__(None, None, None)
+                _quiet = warnings.catch_warnings()
 
 
 def _description(plan: Plan) -> Description:

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import operator
 import os
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
+from packshift.batches import Batch, BatchSample, InlineTensor, place_for
 from packshift.errors import ImageError, NotAStoreError
-from packshift.preprocess import Preprocessing, make_record, parse_size
+from packshift.preprocess import Preprocessing, load_record, parse_size
 from packshift.record import Names, StoreInfo
 from packshift.sources import AUTO, scan
 from packshift.stores._reader import Reader
@@ -75,6 +76,26 @@ class PictureDataset(Dataset[Item]):
             label = self.target_transform(label)
         return image, label
 
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[Item]:
+        """The items of a whole batch, as DataLoader asks for them; `default_collate` takes them as a finished batch."""
+        if self._makes_items_itself():
+            return [self[index] for index in indices]
+        positions = [self._position(index) for index in indices]
+        if positions and self.transform is None and self.target_transform is None:
+            batch = self._batch(positions)
+            if batch is not None:
+                return batch
+        return [BatchSample(self[position]) for position in positions]
+
+    @classmethod
+    def _makes_items_itself(cls) -> bool:
+        """Whether a subclass overrides `__getitem__`: then a batch is made of what that returns."""
+        return cls.__getitem__ is not PictureDataset.__getitem__
+
+    def _batch(self, positions: list[int]) -> Batch | None:
+        """The items at `positions` gathered in one go, or None where that cannot be done."""
+        return None
+
     def _position(self, index: int) -> int:
         """`index` as 0 .. len - 1; accepts anything that is an integer, negative ones count from the end."""
         try:
@@ -87,6 +108,12 @@ class PictureDataset(Dataset[Item]):
         if not -count <= position < count:
             raise IndexError(f"index {position} is out of range for {count} items")
         return position % count
+
+
+def _read_only_tensor(array: NDArray[np.uint8]) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)
 
 
 class StoreDataset(PictureDataset):
@@ -111,9 +138,10 @@ class StoreDataset(PictureDataset):
         self._length = reader.info.count
         self._shape = reader.info.shape
         self._reader: Reader | None = None
+        self._row_tensor: torch.Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reader": None}
+        return {**self.__dict__, "_reader": None, "_row_tensor": None}
 
     @property
     def _store(self) -> Reader:
@@ -158,8 +186,26 @@ class StoreDataset(PictureDataset):
     def _pixels(self, index: int) -> NDArray[np.uint8]:
         return self._store.pixels(index).copy()
 
+    def _batch(self, positions: list[int]) -> Batch | None:
+        rows = self._rows
+        if rows is None or self._shape is None:
+            return None
+        place = place_for((len(positions), *self._shape), torch.uint8)
+        index = torch.tensor(positions)
+        torch.index_select(rows, 0, index, out=place.tensor.view(len(positions), -1))
+        labels = torch.from_numpy(self.targets[positions])
+        images = place.finish(place.tensor.permute(0, 3, 1, 2))
+        return Batch(images, labels if get_worker_info() is None else labels.as_subclass(InlineTensor))
+
+    @property
+    def _rows(self) -> torch.Tensor | None:
+        """(N, H * W * 3) uint8 over the map. Never handed out: torch has no tensors that cannot be written to."""
+        if self._row_tensor is None and self._store.rows is not None:
+            self._row_tensor = _read_only_tensor(self._store.rows)
+        return self._row_tensor
+
     def close(self) -> None:
-        self._reader = None
+        self._reader = self._row_tensor = None
 
     def __enter__(self) -> StoreDataset:
         return self
@@ -222,13 +268,10 @@ class ImageFolderDataset(PictureDataset):
 
     def _pixels(self, index: int) -> NDArray[np.uint8]:
         sample = self._listing.sample(index)
-        path = Path(self.root) / sample.name
         try:
-            record = make_record(path.read_bytes(), sample, self._settings)
-        except OSError as error:
-            raise ImageError(f"{path}: cannot be read: {error.strerror}") from error
+            record = load_record(self.root, sample, self._settings)
         except ImageError as error:
-            raise ImageError(f"{path}: {error}") from error
+            raise ImageError(f"{os.path.join(self.root, sample.name)}: {error}") from error
         return record.pixels if record.pixels.flags.writeable else record.pixels.copy()
 
     def close(self) -> None:

@@ -7,7 +7,10 @@ for bit: the same filter (Pillow's BILINEAR, which averages when it shrinks), th
 
 from __future__ import annotations
 
+import errno
 import io
+import operator
+import os
 import struct
 import zlib
 from dataclasses import dataclass
@@ -15,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from packshift.errors import ImageError, UsageError
-from packshift.record import Record, Sample
+from packshift.errors import ImageError, SourceError, UsageError
+from packshift.record import Record, Sample, encode_name
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -73,7 +76,7 @@ class Preprocessing:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "orientation": "EXIF orientation applied",
+            "orientation": "as EXIF says",
             "mode": "RGB",
             "size": None if self.size is None else list(self.size),
             "fit": None if self.size is None else self.fit,
@@ -90,17 +93,45 @@ def parse_size(size: int | str | tuple[int, int] | None) -> tuple[int, int] | No
     if size is None or size == "none":
         return None
     if isinstance(size, str):
-        sides = size.lower().split("x")
-        if len(sides) > 2 or not all(side.isascii() and side.isdigit() for side in sides):
-            raise UsageError(f"size {size!r}: expected a number such as 224, HEIGHTxWIDTH such as 240x320, or none")
-        numbers = [int(side) for side in sides]
-    elif isinstance(size, int):
-        numbers = [size]
+        sides: list[Any] = [int(side) if _is_number(side) else side for side in size.lower().split("x")]
     else:
-        numbers = [int(side) for side in size]
-    if len(numbers) not in (1, 2):
-        raise UsageError(f"size {size!r}: expected one number, (height, width), or None")
+        sides = list(size) if isinstance(size, (tuple, list)) else [size]
+    try:
+        numbers = [operator.index(side) for side in sides if not isinstance(side, bool)]
+    except TypeError:
+        numbers = []
+    if len(numbers) != len(sides) or len(numbers) not in (1, 2):
+        raise UsageError(
+            f"size {str(size)[:40]!r}: expected a number such as 224, HEIGHTxWIDTH such as 240x320 (in Python a pair of "
+            "numbers), or none"
+        )
     return numbers[0], numbers[-1]
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 8
+
+
+_NOT_THE_FILES_FAULT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+
+def load_record(root: str, sample: Sample, settings: Preprocessing) -> Record:
+    """Read, decode and preprocess one picture under `root`.
+
+    Raises ImageError where the file is at fault; where the process is (no memory, too many open files), MemoryError or
+    SourceError, which must end a conversion: another run would give another store.
+    """
+    path = os.path.join(os.fsencode(root), encode_name(sample.name))
+    try:
+        with open(path, "rb", buffering=0) as file:
+            data = file.readall()
+    except OSError as error:
+        if error.errno in _NOT_THE_FILES_FAULT:
+            raise SourceError(
+                f"{sample.name}: {error.strerror}: use fewer jobs, or raise the limit (ulimit)"
+            ) from error
+        raise ImageError(f"cannot be read: {error.strerror}") from error
+    return make_record(data, sample, settings)
 
 
 def make_record(data: bytes, sample: Sample, settings: Preprocessing) -> Record:
@@ -109,7 +140,7 @@ def make_record(data: bytes, sample: Sample, settings: Preprocessing) -> Record:
         image, notes = _decode(data)
         height, width = image.height, image.width
         pixels = _resize(image, settings)
-    except ImageError:
+    except (ImageError, MemoryError):
         raise
     except Exception as error:  # Pillow's plugins raise whatever a broken file makes them stumble over
         raise ImageError(_reason(data, error)) from error
@@ -196,6 +227,11 @@ def _resize(image: Picture, settings: Preprocessing) -> np.ndarray[Any, np.dtype
         return np.asarray(image)
     height, width = settings.size
     inner_height, inner_width = _scaled_size(image.height, image.width, settings)
+    if Image.MAX_IMAGE_PIXELS is not None and inner_height * inner_width > 2 * Image.MAX_IMAGE_PIXELS:
+        raise ImageError(
+            f"too elongated: a picture of {image.width} x {image.height} pixels that covers {width} x {height} would have "
+            f"{inner_width * inner_height:,}, over Pillow's limit of {2 * Image.MAX_IMAGE_PIXELS:,}"
+        )
     if (image.height, image.width) != (inner_height, inner_width):
         image = image.resize((inner_width, inner_height), Image.Resampling.BILINEAR)
     if settings.fit == "pad" and image.size != (width, height):

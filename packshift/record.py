@@ -7,7 +7,6 @@ because reading a Python object writes its reference count.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,15 @@ from numpy.typing import NDArray
 UNLABELLED = -1
 
 
+def encode_name(name: str) -> bytes:
+    """A file name as bytes, UTF-8 whatever the locale; bytes that are not UTF-8 come back from their surrogates."""
+    return name.encode("utf-8", "surrogateescape")
+
+
+def decode_name(name: bytes) -> str:
+    return name.decode("utf-8", "surrogateescape")
+
+
 def bytes_of(array: NDArray[Any]) -> memoryview:
     """The bytes of a C-contiguous array, without a copy."""
     return array.data.cast("B") if array.size else memoryview(b"")
@@ -28,7 +36,7 @@ class Names(Sequence[str]):
     """File names as one run of bytes plus offsets; reads like a list of str.
 
     `data` holds the names' bytes one after another (uint8), `offsets` (N + 1, int64) where each begins. Names that are
-    not UTF-8 come back with surrogate escapes, as from `os.listdir`, and can be given to `open`.
+    not UTF-8 come back with surrogate escapes, as from `os.listdir`.
     """
 
     def __init__(self, data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> None:
@@ -56,8 +64,8 @@ class Names(Sequence[str]):
     def __getitem__(self, index: int | slice) -> str | list[str]:
         positions = range(len(self))[index]
         if isinstance(positions, range):
-            return [os.fsdecode(self.raw(position)) for position in positions]
-        return os.fsdecode(self.raw(positions))
+            return [decode_name(self.raw(position)) for position in positions]
+        return decode_name(self.raw(positions))
 
     def __iter__(self) -> Iterator[str]:
         return (self[index] for index in range(len(self)))

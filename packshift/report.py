@@ -10,30 +10,12 @@ import numpy as np
 
 from packshift.conversion import Plan, Report
 from packshift.preprocess import NOTES
+from packshift.sources._tree import OUTSIDE_CLASS
 from packshift.stores._reader import Reader
+from packshift.text import counted, human_bytes, printable
 
 _CLASSES_SHOWN = 20
 _NAMES_SHOWN = 3
-
-
-def human_bytes(count: float) -> str:
-    """1,234,567 as "1.2 MB": powers of 1,000, as disks and `ls --si` count."""
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:,.0f} bytes" if unit == "bytes" else f"{count:,.1f} {unit}"
-        count /= 1000
-    return f"{count:,.1f} TB"
-
-
-def counted(count: int, noun: str) -> str:
-    """1 and "class" as "1 class", 2 as "2 classes"."""
-    ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
-    return f"{count:,} {noun}{ending}"
-
-
-def printable(name: str) -> str:
-    """A file name fit for any terminal: line breaks, control characters and bytes that are not UTF-8 escaped."""
-    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in name)
 
 
 def plan_text(plan: Plan) -> str:
@@ -50,6 +32,15 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(lines + ([f"note: {order_note}"] if order_note else []))
 
 
+def warning_text(plan: Plan) -> str:
+    """What must be told even to those who want to hear nothing: pictures that were left out."""
+    count = plan.listing.ignored.get(OUTSIDE_CLASS, 0)
+    if not count:
+        return ""
+    shown = _some(plan.listing.ignored_examples[OUTSIDE_CLASS], count)
+    return f"packshift: left out, {OUTSIDE_CLASS}: {count:,} ({shown})"
+
+
 def _listing_notes(
     ignored: Mapping[str, int], examples: Mapping[str, Sequence[str]], empty_classes: Sequence[str]
 ) -> Iterator[str]:
@@ -61,12 +52,15 @@ def _listing_notes(
 
 
 def _numeric_order_note(classes: Sequence[str]) -> str | None:
-    if not all(name.isascii() and name.isdigit() for name in classes) or list(classes) == sorted(classes, key=int):
+    if not classes or not all(name.isascii() and name.isdigit() for name in classes):
         return None
-    first = next(index for index, name in enumerate(classes) if int(name) != index)
+    by_number = sorted(classes, key=int)
+    surprise = next((label for label, name in enumerate(classes) if name != by_number[label]), None)
+    if surprise is None:
+        return None
     return (
         "class folders are sorted as text, as torchvision does, not as numbers: "
-        f"label {first} is folder {classes[first]!r}"
+        f"label {surprise} is folder {classes[surprise]!r}, not {by_number[surprise]!r}"
     )
 
 

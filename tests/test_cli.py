@@ -14,9 +14,9 @@ from click.testing import CliRunner, Result
 from helpers import encoded, formula_picture, make_folder
 
 from packshift import cli, conversion
-from packshift.report import human_bytes, printable
 from packshift.stores import format_names
 from packshift.stores._reader import Reader
+from packshift.text import human_bytes, printable
 
 
 def run(*arguments: object) -> Result:
@@ -78,9 +78,57 @@ class TestConvert:
         assert report["store_bytes"] == (tmp_path / "out.h5").stat().st_size
         assert report["seconds"] > 0
 
-    def test_quiet_says_nothing_but_errors(self, pictures: Path, tmp_path: Path) -> None:
+    def test_quiet_says_nothing_but_warnings_and_errors(self, pictures: Path, tmp_path: Path) -> None:
         result = run("convert", pictures, tmp_path / "out.lmdb", "-q", "--size", 16)
         assert (result.exit_code, result.output) == (0, "")
+        (pictures / "stray.jpg").touch()
+        result = run("convert", pictures, tmp_path / "out.lmdb", "-q", "--size", 16, "--overwrite")
+        assert result.output == "packshift: left out, pictures beside the class folders: 1 (stray.jpg)\n"
+
+    @pytest.mark.parametrize("output", ["| true", "> /dev/full"])
+    def test_the_exit_code_is_that_of_the_store_whatever_becomes_of_the_summary(
+        self, output: str, pictures: Path, tmp_path: Path
+    ) -> None:
+        """A reader that hangs up, a full disk under the log: the store is there all the same, and 0 says so."""
+        target = tmp_path / "out.lmdb"
+        command = (
+            f'("{sys.executable}" -m packshift convert "{pictures}" "{target}" --size 16; echo "code $?" >&2) {output}'
+        )
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+        assert "code 0" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert len(Reader(target)) == 12
+
+    def test_without_a_terminal_for_errors(self, pictures: Path, tmp_path: Path) -> None:
+        command = f'"{sys.executable}" -m packshift convert "{pictures}" "{tmp_path}/out.lmdb" --size 16 2>&-'
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0
+        assert "12 of 12 pictures" in done.stdout
+
+    def test_an_interrupt_after_publishing_says_that_the_store_is_there(
+        self, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run_plan = conversion.run_plan
+
+        def interrupted(*arguments: object, **options: object) -> None:
+            run_plan(*arguments, **options)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(conversion, "run_plan", interrupted)
+        result = run("convert", pictures, tmp_path / "out.lmdb", "-q", "--size", 16)
+        assert result.exit_code == 0
+        assert result.stderr == f"packshift: interrupted, but {tmp_path}/out.lmdb is whole and was published\n"
+
+    def test_names_do_not_depend_on_the_locale(self, pictures: Path, tmp_path: Path) -> None:
+        make_folder(pictures, ["café"], 1)
+        stores = []
+        for number, locale in enumerate(({}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"})):
+            target = tmp_path / f"{number}.lmdb"
+            command = [sys.executable, "-m", "packshift", "convert", str(pictures), str(target), "-q", "--size", "16"]
+            subprocess.run(command, check=True, env={**os.environ, **locale}, timeout=120)
+            stores.append(target.read_bytes())
+        assert stores[0] == stores[1]
+        assert "café" in Reader(tmp_path / "1.lmdb").info.classes
 
     def test_flat_folder_is_said_to_be_unlabelled(self, pictures: Path, tmp_path: Path) -> None:
         result = run("convert", pictures / "ant", tmp_path / "out.lmdb", "--size", 16)
@@ -92,15 +140,15 @@ class TestConvert:
         (pictures / "ant" / "notes.txt").touch()
         result = run("convert", pictures, tmp_path / "out.lmdb", "--size", 16)
         assert "note: left out, pictures beside the class folders: 1 (stray.jpg)" in result.stderr
-        assert "note: left out, files without a picture's suffix: 1 (ant/notes.txt)" in result.stderr
+        assert "note: left out, files with other suffixes: 1 (ant/notes.txt)" in result.stderr
         assert "note: class folders without a picture, which keep their label: 1 (empty class)" in result.stderr
 
     def test_numeric_class_names_out_of_order_are_said(self, tmp_path: Path) -> None:
         make_folder(tmp_path / "src", ["1", "2", "10"], 1)
         result = run("convert", tmp_path / "src", tmp_path / "out.lmdb", "--size", 16)
         assert (
-            "note: class folders are sorted as text, as torchvision does, not as numbers: label 0 is folder '1'"
-            in result.stderr
+            "note: class folders are sorted as text, as torchvision does, not as numbers: "
+            "label 1 is folder '10', not '2'" in result.stderr
         )
 
     def test_choices_are_the_formats_there_are(self) -> None:
@@ -124,7 +172,7 @@ class TestBadInput:
         (tmp_path / "src" / "a").mkdir(parents=True)
         (tmp_path / "src" / "a" / "notes.txt").touch()
         line = error_line(run("convert", tmp_path / "src", tmp_path / "out.lmdb"), 1)
-        assert "found files without a picture's suffix: 1 ('a/notes.txt'), folders: 1" in line
+        assert "found files with other suffixes: 1 ('a/notes.txt'), folders: 1" in line
 
     def test_existing_target(self, pictures: Path, store: Path) -> None:
         before = store.read_bytes()
@@ -156,7 +204,7 @@ class TestBadInput:
 
     def test_wrong_size(self, pictures: Path, tmp_path: Path) -> None:
         line = error_line(run("convert", pictures, tmp_path / "out.lmdb", "--size", "big"), 2)
-        assert line == "packshift: size 'big': expected a number such as 224, HEIGHTxWIDTH such as 240x320, or none"
+        assert line.startswith("packshift: size 'big': expected a number such as 224, HEIGHTxWIDTH such as 240x320 ")
 
     @pytest.mark.parametrize("name", ["missing", "folder", "empty.lmdb", "text.h5"])
     def test_info_on_what_is_no_store(self, name: str, tmp_path: Path) -> None:
@@ -233,6 +281,13 @@ def test_as_a_real_process_with_an_ascii_terminal(pictures: Path, tmp_path: Path
     assert b"14 of 15 pictures written" in done.stdout
     names = [os.fsencode(name) for name in Reader(tmp_path / "ö ut.h5").paths[-2:]]
     assert names == ["ünï/日本.jpg".encode(), "ünï/".encode() + b"\xff\xfe.jpg"]
+
+
+def test_without_arguments_the_help_is_shown() -> None:
+    result = run()
+    assert result.exit_code == 0
+    assert result.stdout.startswith("Usage: ")
+    assert "packshift convert photos/ photos.lmdb" in result.stdout
 
 
 def test_every_command_and_option_has_help_and_an_example() -> None:

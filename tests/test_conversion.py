@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import SAMPLE_PHOTOS, encoded, formula_picture, image_folder_samples, make_folder, resize_and_crop, save
 
-from packshift import convert
+from packshift import convert, preprocess
 from packshift.conversion import BATCH, _batches
 from packshift.errors import ImageError, SourceError, TargetError, UsageError
 from packshift.preprocess import NOTES
@@ -121,7 +123,40 @@ class TestBadFiles:
         assert leftovers(tmp_path) == []
 
 
+class TestWhatIsNotTheFilesFault:
+    """Too little memory or too many open files end the run: skipping pictures for it would give another store each time."""
+
+    def test_no_memory(self, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: object) -> None:
+            raise MemoryError
+
+        monkeypatch.setattr(preprocess, "_decode", fail)
+        with pytest.raises(MemoryError):
+            convert(pictures, tmp_path / "out.lmdb")
+        assert leftovers(tmp_path) == []
+
+    def test_too_many_open_files(self, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: object, **__: object) -> None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        monkeypatch.setattr(preprocess, "open", fail, raising=False)
+        with pytest.raises(SourceError, match=r"ant/0000\.jpg: Too many open files: use fewer jobs"):
+            convert(pictures, tmp_path / "out.lmdb")
+        assert leftovers(tmp_path) == []
+
+
 class TestTarget:
+    def test_a_name_as_long_as_names_can_be(self, pictures: Path, tmp_path: Path) -> None:
+        target = tmp_path / ("n" * 250 + ".lmdb")
+        convert(pictures, target, size=16)
+        assert len(Reader(target)) == 12
+        assert leftovers(tmp_path) == []
+
+    def test_a_pipe_in_the_place_of_the_partial_file(self, pictures: Path, tmp_path: Path) -> None:
+        os.mkfifo(partial_path(tmp_path / "out.lmdb"))
+        with pytest.raises(TargetError, match="is in the way"):
+            convert(pictures, tmp_path / "out.lmdb")
+
     def test_an_existing_one_is_kept(self, pictures: Path, store: Path) -> None:
         before = store.read_bytes()
         with pytest.raises(TargetError, match=r"exists: choose another name, or replace it with --overwrite"):
@@ -151,6 +186,13 @@ class TestTarget:
             convert(pictures, pictures, format="lmdb")
         with pytest.raises(TargetError, match="does not exist: create it first"):
             convert(pictures, tmp_path / "no" / "where.lmdb")
+        with pytest.raises(TargetError, match="is a file, not a folder"):
+            convert(pictures, pictures / "ant" / "0000.jpg" / "out.lmdb")
+        (tmp_path / "loop.lmdb").symlink_to("loop.lmdb")
+        with pytest.raises(TargetError, match="symbolic links"):
+            convert(pictures, tmp_path / "loop.lmdb", overwrite=True)
+        with pytest.raises(TargetError, match="File name too long"):
+            convert(pictures, tmp_path / ("n" * 300 + ".lmdb"))
         with pytest.raises(TargetError, match="is not a regular file"):
             convert(pictures, "/dev/null", format="lmdb", overwrite=True)
         with pytest.raises(UsageError, match=r"from its suffix: expected \.h5 or \.hdf5 \(hdf5\), \.lmdb \(lmdb\)"):
@@ -268,9 +310,26 @@ class TestKilled:
 
 
 def test_arguments_that_cannot_be_right(pictures: Path, tmp_path: Path) -> None:
-    for wrong in ({"jobs": 0}, {"on_error": "ignore"}, {"fit": "squeeze"}, {"size": "huge"}, {"format": "zip"}):
+    for wrong in (
+        {"jobs": 0},
+        {"jobs": "2"},
+        {"on_error": "ignore"},
+        {"fit": "squeeze"},
+        {"size": "huge"},
+        {"format": "zip"},
+    ):
         with pytest.raises(UsageError, match="expected"):
             convert(pictures, tmp_path / "out.lmdb", **wrong)
+    for source, target in (("", "out.lmdb"), (pictures, ""), ("a\0b", "out.lmdb")):
+        with pytest.raises(UsageError, match="expected the name of a file or folder"):
+            convert(source, target)
+
+
+def test_conversions_in_threads_leave_the_warning_filters_as_they_were(pictures: Path, tmp_path: Path) -> None:
+    before = list(warnings.filters)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda number: convert(pictures, tmp_path / f"{number}.lmdb", size=16), range(9)))
+    assert warnings.filters == before
 
 
 def test_progress_counts_every_picture(pictures: Path, tmp_path: Path) -> None:

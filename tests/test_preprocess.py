@@ -187,6 +187,9 @@ class TestBrokenFiles:
     def test_not_a_picture(self) -> None:
         assert failure(b"<html><body>404</body>") == "not a picture that Pillow can read (it begins with b'<html><b')"
 
+    def test_a_picture_that_grows_beyond_the_limit_when_it_is_scaled(self) -> None:
+        assert failure(encoded(formula_picture(1, 20_000), "PNG")).startswith("too elongated: a picture of 20000 x 1")
+
     def test_a_decompression_bomb_is_an_error_of_its_own_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
         data = encoded(formula_picture(100, 100), "PNG")
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
@@ -197,6 +200,7 @@ class TestBrokenFiles:
     ("given_size", "expected"),
     [
         (224, (224, 224)),
+        (np.int64(32), (32, 32)),
         ("224", (224, 224)),
         ("240x320", (240, 320)),
         ((240, 320), (240, 320)),
@@ -208,7 +212,10 @@ def test_sizes_that_can_be_given(given_size: object, expected: object) -> None:
     assert parse_size(given_size) == expected
 
 
-@pytest.mark.parametrize("given_size", ["", "x", "12x", "1x2x3", "-4", "big", "٣", (1, 2, 3), ()])
+@pytest.mark.parametrize(
+    "given_size",
+    ["", "x", "12x", "1x2x3", "-4", "big", "٣", "9" * 5000, (1, 2, 3), (), (2.7, 30), 32.0, b"32", True, (None, 3)],
+)
 def test_sizes_that_cannot(given_size: object) -> None:
     with pytest.raises(UsageError, match="expected"):
         parse_size(given_size)

@@ -181,14 +181,17 @@ def test_nothing_to_convert_says_what_was_expected_and_found(tmp_path: Path) -> 
         scan(empty)
     junk = touch(tmp_path / "junk", "a/notes.txt", "b.csv", ".hidden.jpg")
     with pytest.raises(
-        SourceError, match=r"found (files without a picture's suffix: 2 \('.*'\), |hidden .*: 1 .*, ){2}folders: 1$"
+        SourceError, match=r"found (files with other suffixes: 2 \('.*'\), |hidden .*: 1 .*, ){2}folders: 1$"
     ):
         scan(junk)
     with pytest.raises(SourceError, match="does not exist: expected a folder of pictures"):
         scan(tmp_path / "missing")
     with pytest.raises(SourceError, match="is not a folder"):
         scan(junk / "b.csv")
-    with pytest.raises(SourceError, match=r"no pictures in the layout class-folders .* found pictures elsewhere: 1"):
+    with pytest.raises(
+        SourceError,
+        match=r"no pictures in .* in the layout class-folders .* found pictures beside the class folders: 1",
+    ):
         scan(touch(tmp_path / "flat", "a.jpg"), "class-folders")
 
 

@@ -67,11 +67,12 @@ def scan(root: str | os.PathLike[str], layout: str = AUTO) -> Listing:
 
 
 def _nothing_found(tree: Tree, layout: str) -> str:
-    kind = "" if layout == AUTO else f" in the layout {layout}"
-    expected = f"no pictures{kind} in {tree.root}: expected {tree.root}/CLASS/*.jpg, or *.jpg directly in it; "
+    if layout == AUTO:
+        expected = f"no pictures in {tree.root}: expected {tree.root}/CLASS/*.jpg, or *.jpg directly in it; "
+    else:
+        expected = f"no pictures in {tree.root} in the layout {layout} (see --layout); "
     if tree.is_empty:
         return expected + "the folder is empty"
-    found = [f"pictures elsewhere: {len(tree.pictures):,}"] if tree.pictures else []
-    found += [f"{reason}: {count:,} ({tree.examples(reason)})" for reason, count in tree.ignored.items()]
+    found = [f"{reason}: {count:,} ({tree.examples(reason)})" for reason, count in tree.ignored.items()]
     found += [f"folders: {len(tree.folders):,}"] if tree.folders else []
     return expected + "found " + ", ".join(found)

@@ -8,12 +8,14 @@ picture's place is that of the link; a folder that leads back into itself is ent
 from __future__ import annotations
 
 import os
+import stat
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from packshift.errors import SourceError
+from packshift.record import decode_name
 
 SUFFIXES = frozenset(
     b".jpg .jpeg .jpe .jfif .png .gif .bmp .tif .tiff .webp .ppm .pgm .pbm .pnm .avif .jp2 .mpo".split()
@@ -21,7 +23,7 @@ SUFFIXES = frozenset(
 _JUNK = frozenset(name.encode() for name in ("Thumbs.db", "desktop.ini", "__MACOSX", "@eaDir"))
 
 HIDDEN = "hidden or system files and folders"
-OTHER_SUFFIX = "files without a picture's suffix"
+OTHER_SUFFIX = "files with other suffixes"
 NOT_A_FILE = "pipes, sockets or devices"
 LOOP = "folders that lead back into themselves"
 OUTSIDE_CLASS = "pictures beside the class folders"
@@ -49,7 +51,7 @@ class Tree:
     def ignore(self, reason: str, path: bytes) -> None:
         self.ignored[reason] += 1
         if len(self._examples[reason]) < _EXAMPLES:
-            self._examples[reason].append(os.fsdecode(path))
+            self._examples[reason].append(decode_name(path))
 
     def examples(self, reason: str) -> str:
         names = self._examples[reason]
@@ -64,9 +66,13 @@ class Tree:
 def read_tree(root: Path) -> Tree:
     """Walk `root` once. Raises SourceError where it, or a folder in it, cannot be read."""
     tree = Tree(root)
-    if not root.exists():
-        raise SourceError(f"source folder {root} does not exist: expected a folder of pictures")
-    if not root.is_dir():
+    try:
+        is_folder = stat.S_ISDIR(os.stat(root).st_mode)
+    except FileNotFoundError:
+        raise SourceError(f"source folder {root} does not exist: expected a folder of pictures") from None
+    except OSError as error:
+        raise SourceError(f"source folder {root} cannot be read: {error.strerror}") from error
+    if not is_folder:
         raise SourceError(f"source {root} is not a folder: expected a folder of pictures")
     _walk(tree, os.fsencode(root), b"", ())
     return tree
@@ -77,8 +83,7 @@ def _walk(tree: Tree, folder: bytes, prefix: bytes, above: tuple[tuple[int, int]
     waiting = [(folder, prefix, above)]
     while waiting:
         folder, prefix, above = waiting.pop()
-        found = os.stat(folder)
-        here = (found.st_dev, found.st_ino)
+        here = _identity(folder)
         if here in above:
             tree.ignore(LOOP, prefix)
             continue
@@ -96,6 +101,14 @@ def _walk(tree: Tree, folder: bytes, prefix: bytes, above: tuple[tuple[int, int]
                 tree.ignore(NOT_A_FILE, path)
             else:
                 tree.pictures.append(path)
+
+
+def _identity(folder: bytes) -> tuple[int, int]:
+    try:
+        found = os.stat(folder)
+    except OSError as error:
+        raise SourceError(f"cannot list the folder {os.fsdecode(folder)}: {error.strerror}") from error
+    return found.st_dev, found.st_ino
 
 
 def _entries(folder: bytes) -> Iterator[os.DirEntry[bytes]]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 
-from packshift.record import Listing, Names
+from packshift.record import Listing, Names, decode_name, encode_name
 from packshift.sources._tree import OUTSIDE_CLASS, Tree
 
 
@@ -22,8 +20,8 @@ class ClassFolders:
         return any(b"/" in picture for picture in tree.pictures)
 
     def arrange(self, tree: Tree) -> Listing:
-        classes = sorted(os.fsdecode(folder) for folder in tree.folders)
-        index = {os.fsencode(name): label for label, name in enumerate(classes)}
+        classes = sorted(decode_name(folder) for folder in tree.folders)
+        index = {encode_name(name): label for label, name in enumerate(classes)}
         inside = []
         for picture in sorted(tree.pictures):
             if b"/" in picture:

@@ -32,6 +32,12 @@ def encode_header(header: Mapping[str, Any], places: Mapping[str, ArrayPlace]) -
     return encode({**header, "magic": MAGIC, "version": VERSION, "arrays": arrays})
 
 
+def newer_version(path: Path, version: int) -> NewerVersionError:
+    return NewerVersionError(
+        f"{path} has store format version {version}; this packshift reads up to version {VERSION}: update packshift"
+    )
+
+
 def decode_header(data: bytes, format_name: str, path: Path) -> StoreInfo:
     """Parse and check a header whose CRC-32 already matched.
 
@@ -44,10 +50,10 @@ def decode_header(data: bytes, format_name: str, path: Path) -> StoreInfo:
     if not isinstance(header, dict) or header.get("magic") != MAGIC:
         raise NotAStoreError(f"{path} is not a packshift store: its header does not say {MAGIC!r}")
     version = header.get("version")
-    if not isinstance(version, int) or version > VERSION:
-        raise NewerVersionError(
-            f"{path} has store format version {version}; this packshift reads up to version {VERSION}: update packshift"
-        )
+    if not isinstance(version, int) or version < 1:
+        raise DamagedStoreError(f"{path} is damaged: its header says format version {version!r}")
+    if version > VERSION:
+        raise newer_version(path, version)
     try:
         return _info(header, format_name)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -69,11 +75,15 @@ def _info(header: Mapping[str, Any], format_name: str) -> StoreInfo:
         stride=None if stride is None else _size(stride),
         classes=_strings(header["classes"]),
         preprocessing=dict(header["preprocessing"]),
-        source=dict(header["source"]),
+        source=_source(header["source"]),
         notes={str(name): _size(count) for name, count in header["notes"].items()},
         tools={str(name): str(text) for name, text in header["tools"].items()},
         arrays={str(name): _place(place) for name, place in header["arrays"].items()},
     )
+
+
+def _source(source: Mapping[str, Any]) -> dict[str, Any]:
+    return {**source, **{key: _size(source[key]) for key in ("found", "skipped", "bytes")}}
 
 
 def _place(place: Mapping[str, Any]) -> ArrayPlace:

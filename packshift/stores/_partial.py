@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 _NO_LOCKS_HERE = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
+_LONGEST_NAME = 255  # bytes; NAME_MAX of every common file system
 _CROSS_LINK_REFUSED = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES}
 
 
@@ -135,15 +138,21 @@ def partial_file(target: Path) -> Iterator[PartialFile]:
 
 
 def partial_path(target: Path) -> Path:
-    return target.with_name(f".{target.name}.partial")
+    name = f".{target.name}.partial"
+    if len(os.fsencode(name)) > _LONGEST_NAME:
+        name = f".{zlib.crc32(os.fsencode(target.name)):08x}.partial"
+    return target.with_name(name)
 
 
 def _open_locked(path: Path, target: Path) -> int:
     while True:
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         except OSError as error:
-            raise TargetError(f"{target}: cannot write in {target.parent}: {error.strerror}") from error
+            raise TargetError(f"{target}: cannot write {path}: {error.strerror}") from error
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise TargetError(f"{target}: {path} is in the way, which is not a regular file; remove it")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

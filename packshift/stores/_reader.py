@@ -15,6 +15,7 @@ import stat
 import zlib
 from collections.abc import Sequence
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ class Reader:
         self.identity = place.crc32
         self.info: StoreInfo = decode_header(text, known.name, self.path)
         self._bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self._arrays: dict[str, NDArray[Any]] = {}
         self._check_bounds()
 
     def __len__(self) -> int:
@@ -94,18 +96,20 @@ class Reader:
             if place_or_none is None or (place_or_none.dtype, place_or_none.shape) != (dtype, expected):
                 raise self._damaged(f"its array {name!r} is missing or of the wrong shape")
         if info.shape is not None and info.stride is not None:
-            size = int(np.prod(info.shape, dtype=object))
+            size = prod(info.shape)
             end = info.payload_offset + (info.count - 1) * info.stride + size
             if info.count < 1 or info.stride < size or end > self.file_size:
                 raise self._damaged("its records lie outside the file")
 
     def array(self, name: str) -> NDArray[Any]:
         """A side array as a read-only view of the map, checked against its CRC-32; raises DamagedStoreError."""
-        place: ArrayPlace = self.info.arrays[name]
-        raw = self._bytes[place.offset : place.offset + place.nbytes]
-        if zlib.crc32(bytes_of(raw)) != place.crc32:
-            raise self._damaged(f"its array {name!r} does not match its checksum")
-        return raw.view(place.dtype).reshape(place.shape)
+        if name not in self._arrays:
+            place: ArrayPlace = self.info.arrays[name]
+            raw = self._bytes[place.offset : place.offset + place.nbytes]
+            if zlib.crc32(bytes_of(raw)) != place.crc32:
+                raise self._damaged(f"its array {name!r} does not match its checksum")
+            self._arrays[name] = raw.view(place.dtype).reshape(place.shape)
+        return self._arrays[name]
 
     @cached_property
     def labels(self) -> NDArray[np.int64]:
@@ -156,6 +160,18 @@ class Reader:
             if min(shape) < 1 or offset < 0 or offset + size > self.file_size:
                 raise self._damaged(f"record {index} lies outside the file")
         return self._bytes[offset : offset + size].reshape(shape)
+
+    @cached_property
+    def rows(self) -> NDArray[np.uint8] | None:
+        """All records as one read-only view of the map, (N, H * W * 3) uint8; None where their sizes differ.
+
+        Rows lie `info.stride` bytes apart, which for LMDB is more than their length.
+        """
+        if self.info.shape is None or self.info.stride is None:
+            return None
+        size = prod(self.info.shape)
+        first = self._bytes[self.info.payload_offset :]
+        return np.lib.stride_tricks.as_strided(first, (self.info.count, size), (self.info.stride, 1), writeable=False)
 
     def checksum_matches(self, index: int) -> bool:
         return zlib.crc32(bytes_of(self.pixels(index))) == int(self.array("checksums")[index])

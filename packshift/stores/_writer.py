@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import zlib
 from array import array
 from collections import Counter
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packshift.record import Names, Record, Skipped, bytes_of
+from packshift.record import Names, Record, Skipped, bytes_of, encode_name
 from packshift.stores._format import UNFINISHED, Format, Payload
 from packshift.stores._header import encode
 from packshift.stores._partial import PartialFile
@@ -108,7 +107,7 @@ class Writer:
         self._source_sizes.append(record.source_size)
         self._original_sizes.extend(record.original_size)
         self._source_checksums.append(record.source_crc32)
-        self._names += _encode_name(record.name)
+        self._names += encode_name(record.name)
         self._name_offsets.append(len(self._names))
         self._notes.update(record.notes)
 
@@ -174,7 +173,3 @@ class Writer:
             "notes": dict(self._notes),
             "tools": dict(description.tools),
         }
-
-
-def _encode_name(name: str) -> bytes:
-    return name.encode(sys.getfilesystemencoding(), sys.getfilesystemencodeerrors())

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from packshift.errors import DamagedStoreError, NotAStoreError, StoreError
 from packshift.record import ArrayPlace, StoreInfo, bytes_of
 from packshift.stores._format import HeaderPlace, Payload
-from packshift.stores._header import VERSION, encode_header
+from packshift.stores._header import VERSION, encode_header, newer_version
 from packshift.stores._partial import PartialFile
 
 if TYPE_CHECKING:
@@ -208,6 +208,9 @@ class HDF5Format:
 
     def find_header(self, view: memoryview, path: Path) -> HeaderPlace:
         line = _LINE.match(view[:256])
+        announced = re.match(rb"packshift store, format (\d{1,9})\b", view[:256])
+        if announced is not None and int(announced[1]) > VERSION:
+            raise newer_version(path, int(announced[1]))
         if line is None:
             if bytes(view[:15]) == b"packshift store":
                 raise DamagedStoreError(

@@ -1,0 +1,178 @@
+"""A whole batch at once: gathered from the store in one go, and taken by the stock `default_collate` as it is.
+
+DataLoader calls a dataset's `__getitems__` with the indices of a batch and hands what comes back to its collate function.
+Here that is a `Batch`: a sequence of samples to everybody, and to `default_collate` a finished batch, which it recognises
+by the type of its first sample.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, overload
+
+import torch
+from torch.multiprocessing import get_sharing_strategy
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
+
+from packshift.buffers import shared_pool
+from packshift.record import bytes_of
+from packshift.slots import take_slot
+
+
+class BatchSample(tuple[torch.Tensor, int]):
+    """One `(image, label)` of a batch; a tuple in every respect but its type."""
+
+    __slots__ = ()
+
+
+class Batch(Sequence[BatchSample]):
+    """Samples that lie in one tensor: `images` (B, C, H, W) uint8, channels last, and `labels` (B,) int64.
+
+    Behaves as a sequence of `(image, label)`, made as they are asked for; the images are views of `images`.
+    """
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        self.images = images
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @overload
+    def __getitem__(self, index: int) -> BatchSample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[BatchSample]: ...
+    def __getitem__(self, index: int | slice) -> BatchSample | list[BatchSample]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        return BatchSample((self.images[index], int(self.labels[index])))
+
+    def __iter__(self) -> Iterator[BatchSample]:
+        return map(BatchSample, zip(self.images.unbind(), self.labels.tolist(), strict=True))
+
+    def __add__(self, other: Sequence[Any]) -> list[Any]:
+        return [*self, *other]
+
+    def __radd__(self, other: Sequence[Any]) -> list[Any]:
+        return [*other, *self]
+
+
+def _collate_samples(batch: Sequence[Any], *, collate_fn_map: Any = None) -> list[Any]:
+    """`default_collate` for a whole `Batch`, which is finished, and for other samples of ours, stacked part by part."""
+    if isinstance(batch, Batch):
+        return [batch.images, batch.labels]
+    return [_collate_part(part, collate_fn_map) for part in zip(*batch, strict=True)]
+
+
+def _collate_part(part: tuple[Any, ...], collate_fn_map: Any) -> Any:
+    first = part[0]
+    if type(first) is torch.Tensor and first.device.type == "cpu" and all(same_kind(each, first) for each in part):
+        place = place_for((len(part), *first.shape), first.dtype)
+        torch.stack(part, out=place.tensor)
+        return place.finish(place.tensor)
+    return collate(part, collate_fn_map=collate_fn_map)
+
+
+def same_kind(tensor: Any, other: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.shape == other.shape and tensor.dtype == other.dtype
+
+
+default_collate_fn_map[BatchSample] = _collate_samples
+
+
+class InlineTensor(torch.Tensor):
+    """A tensor that travels to the parent inside the message, not as shared memory of its own."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch.nn.Parameter has
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain: Any = self.as_subclass(torch.Tensor)
+        return plain.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def _reduce_inline(tensor: torch.Tensor) -> tuple[Any, ...]:
+    plain = tensor.as_subclass(torch.Tensor)
+    order = sorted(range(plain.dim()), key=plain.stride, reverse=True)  # as it lies in memory
+    in_order = plain.permute(order).contiguous()
+    return _rebuild_inline, (
+        bytearray(bytes_of(in_order.view(-1).view(torch.uint8).numpy())),
+        plain.dtype,
+        in_order.shape,
+        order,
+    )
+
+
+def _rebuild_inline(data: bytearray, dtype: torch.dtype, shape: Sequence[int], order: list[int]) -> torch.Tensor:
+    tensor = torch.frombuffer(data, dtype=dtype).view(shape)
+    return tensor.permute([order.index(dimension) for dimension in range(len(order))])
+
+
+ForkingPickler.register(InlineTensor, _reduce_inline)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Memory for a batch: `tensor`, contiguous, to be filled; `finish` makes a view of all of it ready to be returned."""
+
+    tensor: torch.Tensor
+    finish: Callable[[torch.Tensor], torch.Tensor]
+
+
+def place_for(shape: tuple[int, ...], dtype: torch.dtype) -> Place:
+    """Memory for a batch where it is going to be used: reused in this process, or shared with a worker's parent.
+
+    In a worker that is a slot (`slots`); where none can be had, torch's shared memory; and where /dev/shm has no room for
+    that, ordinary memory whose content is sent through the pipe, with one warning.
+    """
+    nbytes = prod(shape) * dtype.itemsize
+    if get_worker_info() is None:
+        return Place(_shaped(torch.from_numpy(shared_pool().take(nbytes)), shape, dtype), _as_it_is)
+    taken = take_slot(nbytes)
+    if taken is not None:
+        array, seal = taken
+        return Place(_shaped(torch.from_numpy(array), shape, dtype), seal)
+    shared = _torch_shared_memory(nbytes)
+    if shared is not None:
+        return Place(_shaped(shared, shape, dtype), _as_it_is)
+    return Place(torch.empty(shape, dtype=dtype), lambda tensor: tensor.as_subclass(InlineTensor))
+
+
+def _shaped(flat: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return flat.view(dtype).view(shape)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _torch_shared_memory(nbytes: int) -> torch.Tensor | None:
+    """uint8 (nbytes,) in torch's shared memory; None, and a warning, where /dev/shm cannot hold it.
+
+    The pages are claimed here: without that, a /dev/shm that is too small shows itself as a bus error at the first write.
+    """
+    storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]
+    if hasattr(os, "posix_fallocate") and get_sharing_strategy() == "file_descriptor":  # type: ignore[no-untyped-call]
+        fd, _ = storage._share_fd_cpu_()
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as error:
+            room = shutil.disk_usage("/dev/shm")
+            warnings.warn(
+                f"/dev/shm has room for {room.free / 1e6:,.0f} of {room.total / 1e6:,.0f} MB, a batch takes "
+                f"{nbytes / 1e6:,.0f} MB ({error.strerror}): batches are sent through pipes instead, which is slow. Enlarge "
+                "/dev/shm (docker run --shm-size=1g), or use fewer workers, smaller batches or prefetch_factor=1",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
+    return torch.empty(0, dtype=torch.uint8).set_(storage)

@@ -1,0 +1,359 @@
+"""Batches from a DataLoader worker to its parent in shared memory that is used again.
+
+With worker processes nine tenths of the time of a stock DataLoader go into making shared memory for every batch: finding
+and clearing its pages in the worker, mapping them in the parent. Here a worker keeps a few slots of shared memory and
+fills them again and again, and the parent keeps them mapped.
+
+The parts, on the worker's side first:
+
+- `SlotRing`: one memfd per worker, made at its first batch, so every start method works and nothing has a name that
+  could be left behind. Its first page holds one state byte per slot, the slots follow.
+- `SlotTensor`: the batch in a slot. Pickled for the queue to the parent it becomes a reference, once; whatever is made
+  from it (a view, a copy) is an ordinary tensor and goes torch's ordinary way.
+- `_attach`: in the parent, opens the memfd through /proc/PID/fd and maps the slot, once per slot.
+
+**A slot is written again only when nothing can see it**: in the worker, the array over it has died (so a view that still
+waits in the queue to be pickled protects it) and its state byte is 0. The byte is set when the reference is pickled, and
+cleared in the parent when the array that owns the batch's storage dies, which every tensor and view of it keeps alive.
+A parent that forks while it holds a batch shares that memory with the child: such a slot stays taken until the child
+has ended, too (`_ForkWatch`).
+
+Where there is no memfd or /proc (macOS), or all slots are taken, a batch goes torch's ordinary way.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import stat
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing import util
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.multiprocessing.reductions import reduce_tensor
+
+MOST_SLOTS = 32
+"""Slots per worker. As many are in flight as prefetch_factor says, plus what the training loop holds on to."""
+
+_CONTROL = mmap.PAGESIZE
+_TOKEN = slice(0, 16)
+_STATES = 64
+_FREE, _SENT = 0, 1
+_SWEEP_SECONDS = 1.0
+
+
+class SlotTensor(torch.Tensor):
+    """A batch that lies in a slot. Every operation on it gives a plain tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch.nn.Parameter has
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain: Any = self.as_subclass(torch.Tensor)
+        return plain.__reduce_ex__(protocol)  # pickled for anybody but a worker's queue
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
+
+
+# --- in the worker ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Slot:
+    """One slot as its worker sees it."""
+
+    index: int
+    offset: int
+    memory: mmap.mmap
+    in_use_here: bool = False
+    reference_sent: bool = False
+
+
+class SlotRing:
+    """The slots of one worker. `take` gives None where no slot can be had; then send the batch in another way."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("packshift-slots", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, _CONTROL)
+        self._control = mmap.mmap(self.fd, _CONTROL)
+        self._control[_TOKEN] = os.urandom(16)
+        self._slots: list[_Slot] = []
+        self._size = _CONTROL
+        with open(f"/proc/{os.getpid()}/fd/{self.fd}", "rb"):
+            pass  # what the parent is going to do; where it cannot be done, say so now
+        util.Finalize(None, self.release_free_slots, exitpriority=100)
+
+    def take(self, nbytes: int) -> tuple[_Slot, NDArray[np.uint8]] | None:
+        slot = self._free_slot(nbytes) or self._new_slot(nbytes)
+        if slot is None:
+            return None
+        slot.in_use_here, slot.reference_sent = True, False
+        array: NDArray[np.uint8] = np.frombuffer(slot.memory, np.uint8, nbytes)
+        weakref.finalize(array, _leave, slot).atexit = False
+        return slot, array
+
+    def _free_slot(self, nbytes: int) -> _Slot | None:
+        fitting = (slot for slot in self._slots if len(slot.memory) >= nbytes and self._is_free(slot))
+        return min(fitting, key=lambda slot: len(slot.memory), default=None)
+
+    def _is_free(self, slot: _Slot) -> bool:
+        return not slot.in_use_here and self._control[_STATES + slot.index] == _FREE
+
+    def _new_slot(self, nbytes: int) -> _Slot | None:
+        if len(self._slots) == MOST_SLOTS:
+            return None
+        capacity = -(-max(nbytes, 1) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        os.ftruncate(self.fd, self._size + capacity)
+        memory = mmap.mmap(self.fd, capacity, offset=self._size)
+        slot = _Slot(len(self._slots), self._size, memory)
+        self._size += capacity
+        self._slots.append(slot)
+        return slot
+
+    def reference(self, slot: _Slot, tensor: torch.Tensor) -> tuple[Any, ...] | None:
+        """What the parent needs to find the batch; None where the slot no longer holds it alone, as it was made."""
+        if slot.reference_sent:
+            return None
+        slot.reference_sent = True
+        self._control[_STATES + slot.index] = _SENT
+        place = (os.getpid(), self.fd, bytes(self._control[_TOKEN]))
+        kind = (tensor.dtype, tuple(tensor.shape), tensor.stride())
+        return (*place, slot.index, slot.offset, len(slot.memory), tensor.nbytes, *kind)
+
+    def release_free_slots(self) -> None:
+        """Give the memory of slots that nobody sees back to the system, whoever keeps them mapped."""
+        for slot in self._slots:
+            if self._control[_STATES + slot.index] == _FREE:
+                slot.memory.madvise(mmap.MADV_REMOVE)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of shared memory in all slots."""
+        return self._size - _CONTROL
+
+
+def _leave(slot: _Slot) -> None:
+    slot.in_use_here = False
+
+
+_ring: SlotRing | None = None
+_ring_owner = 0
+
+
+def _own_ring() -> SlotRing | None:
+    """The ring of this worker process; None where the system has no memfd or no /proc."""
+    global _ring, _ring_owner
+    if _ring_owner != os.getpid():
+        _ring_owner = os.getpid()
+        try:
+            _ring = SlotRing() if hasattr(os, "memfd_create") else None
+        except OSError:
+            _ring = None
+    return _ring
+
+
+def take_slot(nbytes: int) -> tuple[NDArray[np.uint8], Callable[[torch.Tensor], torch.Tensor]] | None:
+    """In a worker: a flat array to fill, and what turns a tensor over all of it into the one to send.
+
+    None where no slot can be had.
+    """
+    ring = _own_ring()
+    taken = ring.take(nbytes) if ring is not None else None
+    if taken is None:
+        return None
+    slot, array = taken
+
+    def seal(tensor: torch.Tensor) -> torch.Tensor:
+        sealed = tensor.as_subclass(SlotTensor)
+        sealed._slot = slot  # type: ignore[attr-defined]
+        sealed._made_as = _layout(sealed)  # type: ignore[attr-defined]
+        return sealed
+
+    return array, seal
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _reduce_slot_tensor(tensor: Any) -> tuple[Any, ...]:
+    slot = getattr(tensor, "_slot", None)
+    ring = _own_ring()
+    if slot is not None and ring is not None and tensor._made_as == _layout(tensor):
+        reference = ring.reference(slot, tensor)
+        if reference is not None:
+            return _rebuild, reference
+    return reduce_tensor(tensor.as_subclass(torch.Tensor))  # type: ignore[no-any-return, no-untyped-call]
+
+
+ForkingPickler.register(SlotTensor, _reduce_slot_tensor)
+
+
+# --- in the parent ---------------------------------------------------------------------------------------------------
+
+
+class _ForkWatch:
+    """Knows whether the children of one fork still run: they hold the other end of a pipe."""
+
+    def __init__(self) -> None:
+        self._reader, self.writer = os.pipe()
+        self._ended = False
+
+    def ended(self) -> bool:
+        if not self._ended:
+            poll = select.poll()
+            poll.register(self._reader, select.POLLIN)
+            if poll.poll(0):
+                self._ended = True
+                os.close(self._reader)
+        return self._ended
+
+
+@dataclass
+class _Peer:
+    """A worker's slots as the parent sees them."""
+
+    pid: int
+    fd_there: int
+    fd: int
+    control: mmap.mmap
+    maps: dict[int, mmap.mmap] = field(default_factory=dict)
+    held: dict[int, list[_ForkWatch]] = field(default_factory=dict)
+    waiting: dict[int, list[_ForkWatch]] = field(default_factory=dict)
+
+    def lend(self, index: int, offset: int, capacity: int, nbytes: int) -> torch.Tensor:
+        """The first bytes of a slot, uint8 (nbytes,); the slot is the worker's again when nothing sees them any more."""
+        if index not in self.maps:
+            self.maps[index] = mmap.mmap(self.fd, capacity, offset=offset)
+        # numpy makes a view of a view refer to the first array of the chain. This is it: its death is what we wait for.
+        first: NDArray[np.uint8] = np.frombuffer(self.maps[index], np.uint8, nbytes)
+        self.held[index] = []
+        weakref.finalize(first, _give_back, self, index, os.getpid()).atexit = False
+        return torch.from_numpy(first)
+
+    def free(self, index: int) -> None:
+        self.control[_STATES + index] = _FREE
+
+    def free_what_forks_held(self) -> None:
+        for index, watches in list(self.waiting.items()):
+            if all(watch.ended() for watch in watches):
+                del self.waiting[index]
+                self.free(index)
+
+    def is_gone(self) -> bool:
+        """Whether the worker has ended: its file is no longer where it was."""
+        try:
+            return not os.path.samestat(os.stat(f"/proc/{self.pid}/fd/{self.fd_there}"), os.fstat(self.fd))
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        self.maps.clear()  # the maps close when the last array over them dies
+        os.close(self.fd)
+
+
+_peers: dict[tuple[int, bytes], _Peer] = {}
+_peers_lock = threading.Lock()
+_last_sweep = 0.0
+
+
+def _rebuild(
+    pid: int,
+    fd_there: int,
+    token: bytes,
+    index: int,
+    offset: int,
+    capacity: int,
+    nbytes: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> torch.Tensor:
+    """The batch in the worker's slot, as it was there."""
+    with _peers_lock:
+        peer = _peers.get((pid, token))
+        if peer is None:
+            _sweep()
+            peer = _peers[pid, token] = _attach(pid, fd_there, token)
+        return peer.lend(index, offset, capacity, nbytes).view(dtype).as_strided(shape, stride)
+
+
+def _attach(pid: int, fd_there: int, token: bytes) -> _Peer:
+    try:
+        fd = os.open(f"/proc/{pid}/fd/{fd_there}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise RuntimeError(
+            f"the shared memory of DataLoader worker {pid} cannot be opened ({error.strerror}): the worker has ended, or "
+            "/proc is closed to this process"
+        ) from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode) or os.pread(fd, 16, 0) != token:
+        os.close(fd)
+        raise RuntimeError(f"the shared memory of DataLoader worker {pid} is gone: the worker has ended")
+    return _Peer(pid, fd_there, fd, mmap.mmap(fd, _CONTROL))
+
+
+def _give_back(peer: _Peer, index: int, owner_pid: int) -> None:
+    """The array over a slot has died: nothing in this process sees the slot any more."""
+    if os.getpid() != owner_pid:
+        return  # a child that inherited the batch; it is the parent's to give back
+    watches = [watch for watch in peer.held.pop(index) if not watch.ended()]
+    if watches:
+        peer.waiting[index] = watches
+    else:
+        peer.free(index)
+    if peer.waiting:
+        peer.free_what_forks_held()
+    if time.monotonic() - _last_sweep > _SWEEP_SECONDS and _peers_lock.acquire(blocking=False):
+        try:
+            _sweep()
+        finally:
+            _peers_lock.release()
+
+
+def _sweep() -> None:
+    """Let go of the slots of workers that have ended and whose batches are all gone."""
+    global _last_sweep
+    _last_sweep = time.monotonic()
+    for key, peer in list(_peers.items()):
+        if not peer.held and peer.is_gone():
+            del _peers[key]
+            peer.close()
+
+
+_watch_of_this_fork: _ForkWatch | None = None
+_inherited_writers: list[int] = []
+
+
+def _before_fork() -> None:
+    global _watch_of_this_fork
+    holding = [watches for peer in _peers.values() for watches in list(peer.held.values())]
+    _watch_of_this_fork = _ForkWatch() if holding else None
+    for watches in holding:
+        if _watch_of_this_fork is not None:
+            watches.append(_watch_of_this_fork)
+
+
+def _after_fork_in_parent() -> None:
+    if _watch_of_this_fork is not None:
+        os.close(_watch_of_this_fork.writer)
+
+
+def _after_fork_in_child() -> None:
+    global _peers_lock
+    _peers_lock = threading.Lock()
+    _peers.clear()
+    if _watch_of_this_fork is not None:
+        _inherited_writers.append(_watch_of_this_fork.writer)  # stays open as long as this process lives
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

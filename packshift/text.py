@@ -1,0 +1,23 @@
+"""Words and numbers for people. Imports nothing, so that an error can always be told."""
+
+from __future__ import annotations
+
+
+def human_bytes(count: float) -> str:
+    """1,234,567 as "1.2 MB": powers of 1,000, as disks and `ls --si` count."""
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:,.0f} bytes" if unit == "bytes" else f"{count:,.1f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"
+
+
+def counted(count: int, noun: str) -> str:
+    """1 and "class" as "1 class", 2 as "2 classes"."""
+    ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{ending}"
+
+
+def printable(name: str) -> str:
+    """A file name fit for any terminal: line breaks, control characters and bytes that are not UTF-8 escaped."""
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in name)
