@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from packshift.conversion import Report, convert
     from packshift.datasets import HDF5Dataset, ImageFolderDataset, LMDBDataset, open_dataset
     from packshift.errors import PackshiftError
+    from packshift.loader import Loader
 
 _HOMES = {
     "HDF5Dataset": "datasets",
     "ImageFolderDataset": "datasets",
+    "Loader": "loader",
     "LMDBDataset": "datasets",
     "PackshiftError": "errors",
     "Report": "conversion",
@@ -35,6 +37,7 @@ __all__ = [
     "HDF5Dataset",
     "ImageFolderDataset",
     "LMDBDataset",
+    "Loader",
     "PackshiftError",
     "Report",
     "__version__",

@@ -102,6 +102,8 @@ class InlineTensor(torch.Tensor):
 
 def _reduce_inline(tensor: torch.Tensor) -> tuple[Any, ...]:
     plain = tensor.as_subclass(torch.Tensor)
+    if plain.dim() == 1 and plain.is_contiguous():
+        return _rebuild_flat, (bytearray(bytes_of(plain.view(torch.uint8).numpy())), plain.dtype)
     order = sorted(range(plain.dim()), key=plain.stride, reverse=True)  # as it lies in memory
     in_order = plain.permute(order).contiguous()
     return _rebuild_inline, (
@@ -110,6 +112,10 @@ def _reduce_inline(tensor: torch.Tensor) -> tuple[Any, ...]:
         in_order.shape,
         order,
     )
+
+
+def _rebuild_flat(data: bytearray, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=dtype)
 
 
 def _rebuild_inline(data: bytearray, dtype: torch.dtype, shape: Sequence[int], order: list[int]) -> torch.Tensor:

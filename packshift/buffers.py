@@ -40,7 +40,8 @@ class BufferPool:
 
     def _take_idle(self, nbytes: int) -> NDArray[np.uint8] | None:
         with self._lock:
-            fitting = [memory for memory in self._idle if nbytes <= memory.nbytes <= _LARGEST_WASTE * nbytes]
+            latest_first = reversed(self._idle)  # the one used last is the one still in the processor's cache
+            fitting = [memory for memory in latest_first if nbytes <= memory.nbytes <= _LARGEST_WASTE * nbytes]
             if not fitting:
                 return None
             best = min(fitting, key=lambda memory: memory.nbytes)

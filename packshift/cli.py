@@ -230,15 +230,16 @@ def _progress_bar(total: int, *, quiet: bool) -> Iterator[Callable[[int, int], N
 @main.command()
 @click.argument("store", type=click.Path())
 @click.option("--skipped", "all_skipped", is_flag=True, help="List every skipped file.")
+@click.option("-v", "--verbose", is_flag=True, help="Also how the store is read on this machine, and why.")
 @json_option
-def info(store: str, all_skipped: bool, as_json: bool) -> None:
+def info(store: str, all_skipped: bool, verbose: bool, as_json: bool) -> None:
     """Show what is in STORE: format, count, shape, classes, preprocessing, size, versions, skipped files.
 
     \b
     packshift info photos.lmdb
     packshift info photos.lmdb --json
     """
-    from packshift.report import info_json, info_text
+    from packshift.report import info_json, info_text, reading_text
     from packshift.stores._reader import Reader
 
     reader = Reader(store)
@@ -246,3 +247,5 @@ def info(store: str, all_skipped: bool, as_json: bool) -> None:
         _print_json(info_json(reader))
     else:
         _echo(info_text(reader, all_skipped=all_skipped))
+        if verbose:
+            _echo(reading_text(reader))

@@ -80,21 +80,28 @@ class PictureDataset(Dataset[Item]):
         """The items of a whole batch, as DataLoader asks for them; `default_collate` takes them as a finished batch."""
         if self._makes_items_itself():
             return [self[index] for index in indices]
-        positions = [self._position(index) for index in indices]
-        if positions and self.transform is None and self.target_transform is None:
-            batch = self._batch(positions)
+        if len(indices) and self.transform is None and self.target_transform is None:
+            batch = self._batch(self._positions(indices))
             if batch is not None:
                 return batch
-        return [BatchSample(self[position]) for position in positions]
+        return [BatchSample(self[index]) for index in indices]
 
     @classmethod
     def _makes_items_itself(cls) -> bool:
         """Whether a subclass overrides `__getitem__`: then a batch is made of what that returns."""
         return cls.__getitem__ is not PictureDataset.__getitem__
 
-    def _batch(self, positions: list[int]) -> Batch | None:
-        """The items at `positions` gathered in one go, or None where that cannot be done."""
+    def _batch(self, positions: NDArray[np.int64]) -> Batch | None:
+        """The items at `positions` (each 0 .. len - 1) gathered in one go, or None where that cannot be done."""
         return None
+
+    def _positions(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        """`_position` of each index, int64 (B,). All at once where they are plain: one by one costs as much as a gather."""
+        positions = np.array(indices)
+        plain = positions.dtype.kind in "iu" and positions.ndim == 1
+        if not plain or positions.min() < 0 or positions.max() >= len(self):
+            positions = np.array([self._position(index) for index in indices])
+        return positions.astype(np.int64, copy=False)
 
     def _position(self, index: int) -> int:
         """`index` as 0 .. len - 1; accepts anything that is an integer, negative ones count from the end."""
@@ -114,6 +121,15 @@ def _read_only_tensor(array: NDArray[np.uint8]) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)
+
+
+def _as_wide_integers(rows: torch.Tensor) -> torch.Tensor:
+    """The same bytes as the widest integers that rows are made of: `index_select` copies an element at a time, and 8
+    bytes at a time is a third faster than 1 (for 224 x 224 pictures faster than `np.take`, too)."""
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if not any(number % dtype.itemsize for number in (rows.data_ptr(), rows.stride(0), rows.shape[1])):
+            return rows.view(dtype)
+    return rows
 
 
 class StoreDataset(PictureDataset):
@@ -186,22 +202,23 @@ class StoreDataset(PictureDataset):
     def _pixels(self, index: int) -> NDArray[np.uint8]:
         return self._store.pixels(index).copy()
 
-    def _batch(self, positions: list[int]) -> Batch | None:
+    def _batch(self, positions: NDArray[np.int64]) -> Batch | None:
         rows = self._rows
         if rows is None or self._shape is None:
             return None
         place = place_for((len(positions), *self._shape), torch.uint8)
-        index = torch.tensor(positions)
-        torch.index_select(rows, 0, index, out=place.tensor.view(len(positions), -1))
+        self._store.read_ahead(positions)
+        out = place.tensor.view(len(positions), -1).view(rows.dtype)
+        torch.index_select(rows, 0, torch.from_numpy(positions), out=out)
         labels = torch.from_numpy(self.targets[positions])
         images = place.finish(place.tensor.permute(0, 3, 1, 2))
         return Batch(images, labels if get_worker_info() is None else labels.as_subclass(InlineTensor))
 
     @property
     def _rows(self) -> torch.Tensor | None:
-        """(N, H * W * 3) uint8 over the map. Never handed out: torch has no tensors that cannot be written to."""
+        """All records, a row each, over the map. Never handed out: torch has no tensors that cannot be written to."""
         if self._row_tensor is None and self._store.rows is not None:
-            self._row_tensor = _read_only_tensor(self._store.rows)
+            self._row_tensor = _as_wide_integers(_read_only_tensor(self._store.rows))
         return self._row_tensor
 
     def close(self) -> None:

@@ -19,18 +19,29 @@ def usable_cpus() -> int:
     return max(1, min([allowed, *_quotas()]))
 
 
+def usable_memory() -> int:
+    """Bytes of memory that this process may use: the smallest of what the machine has and its cgroups' limits.
+
+    Limits are read from cgroup v2 (`memory.max`) and v1 (`memory.limit_in_bytes`), from this process's group up to the
+    root. Page cache counts against them, too.
+    """
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    texts = [_read(group / name) for group in _groups("memory") for name in ("memory.max", "memory.limit_in_bytes")]
+    return min([machine, *(int(text) for text in texts if text.strip().isdigit())])
+
+
 def _quotas() -> list[int]:
-    return [math.ceil(quota / period) for quota, period in map(_quota, _cpu_groups()) if quota > 0 and period > 0]
+    return [math.ceil(quota / period) for quota, period in map(_quota, _groups("cpu")) if quota > 0 and period > 0]
 
 
-def _cpu_groups() -> list[Path]:
-    """The folders of this process's CPU control groups, innermost first."""
+def _groups(controller: str) -> list[Path]:
+    """The folders of this process's control groups for one controller, innermost first."""
     folders = []
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             root = _CGROUP
-        elif "cpu" in controllers.split(","):
+        elif controller in controllers.split(","):
             root = _CGROUP / controllers
         else:
             continue

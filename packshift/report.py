@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from packshift.conversion import Plan, Report
+from packshift.machine import usable_memory
 from packshift.preprocess import NOTES
 from packshift.sources._tree import OUTSIDE_CLASS
 from packshift.stores._reader import Reader
@@ -137,6 +138,16 @@ def info_text(reader: Reader, *, all_classes: bool = False, all_skipped: bool = 
         "--skipped lists all",
     )
     return "\n".join(lines)
+
+
+def reading_text(reader: Reader) -> str:
+    """How packshift reads this store on this machine, and why."""
+    sizes = f"store {human_bytes(reader.file_size)}, memory {human_bytes(usable_memory())}"
+    if reader.kernel_reads_ahead:
+        how = "the store fits into memory: the kernel reads ahead as it sees fit"
+    else:
+        how = "the store is larger than memory: kernel read-ahead off, each batch's records fetched by exact ranges"
+    return f"{'reading':<14} from a map of the file; {how} ({sizes})"
 
 
 def _shape_text(shape: Sequence[int] | None) -> str:

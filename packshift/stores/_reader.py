@@ -11,6 +11,7 @@ import errno
 import json
 import mmap
 import os
+import resource
 import stat
 import zlib
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from packshift.errors import (
     StoreError,
     UnfinishedStoreError,
 )
+from packshift.machine import usable_memory
 from packshift.record import ArrayPlace, Names, Skipped, StoreInfo, bytes_of
 from packshift.stores import formats, get_format
 from packshift.stores._format import UNFINISHED, Format
@@ -72,6 +74,9 @@ class Reader:
         self.info: StoreInfo = decode_header(text, known.name, self.path)
         self._bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self._arrays: dict[str, NDArray[Any]] = {}
+        self._disk_reads = -1
+        if not self.kernel_reads_ahead:
+            self._map.madvise(mmap.MADV_RANDOM)
         self._check_bounds()
 
     def __len__(self) -> int:
@@ -160,6 +165,27 @@ class Reader:
             if min(shape) < 1 or offset < 0 or offset + size > self.file_size:
                 raise self._damaged(f"record {index} lies outside the file")
         return self._bytes[offset : offset + size].reshape(shape)
+
+    @property
+    def kernel_reads_ahead(self) -> bool:
+        """Whether the kernel may read around what is asked for. Not where the store is larger than the memory: in random
+        order it would read several times the store, and throw out pages that are still needed."""
+        return self.file_size <= usable_memory()
+
+    def read_ahead(self, positions: NDArray[np.int64]) -> None:
+        """Have the kernel fetch the records at `positions` from the disk, all at once, as long as reading waits for it.
+
+        Exactly their byte ranges. Costs a system call a record, so it stops when a batch came from the page cache alone
+        (no major page fault of this process since the last call).
+        """
+        disk_reads = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        cold, self._disk_reads = disk_reads != self._disk_reads, disk_reads
+        if not cold or self.info.shape is None or self.info.stride is None:
+            return
+        size = prod(self.info.shape)
+        for start in (self.info.payload_offset + positions * self.info.stride).tolist():
+            page = start // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_WILLNEED, page, start + size - page)
 
     @cached_property
     def rows(self) -> NDArray[np.uint8] | None:
