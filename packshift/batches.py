@@ -172,13 +172,26 @@ def _torch_shared_memory(nbytes: int) -> torch.Tensor | None:
         try:
             os.posix_fallocate(fd, 0, nbytes)
         except OSError as error:
-            room = shutil.disk_usage("/dev/shm")
-            warnings.warn(
-                f"/dev/shm has room for {room.free / 1e6:,.0f} of {room.total / 1e6:,.0f} MB, a batch takes "
-                f"{nbytes / 1e6:,.0f} MB ({error.strerror}): batches are sent through pipes instead, which is slow. Enlarge "
-                "/dev/shm (docker run --shm-size=1g), or use fewer workers, smaller batches or prefetch_factor=1",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            _warn_of_dev_shm(nbytes, error)
             return None
     return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+_warned_of_dev_shm = False
+
+
+def _warn_of_dev_shm(nbytes: int, error: OSError) -> None:
+    """Once a run: all workers see the same /dev/shm, so the first of them tells."""
+    global _warned_of_dev_shm
+    worker = get_worker_info()
+    if _warned_of_dev_shm or worker is None or worker.id != 0:
+        return
+    _warned_of_dev_shm = True
+    room = shutil.disk_usage("/dev/shm")
+    warnings.warn(
+        f"/dev/shm has room for {room.free / 1e6:,.0f} of {room.total / 1e6:,.0f} MB, a batch takes {nbytes / 1e6:,.1f} MB "
+        f"({error.strerror}): batches are sent through pipes instead, which is slow. Enlarge /dev/shm (docker run "
+        "--shm-size=1g), or use fewer workers, smaller batches or prefetch_factor=1",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -46,6 +46,7 @@ MOST_SLOTS = 32
 
 _CONTROL = mmap.PAGESIZE
 _TOKEN = slice(0, 16)
+_CLOSING = 32
 _STATES = 64
 _FREE, _SENT = 0, 1
 _SWEEP_SECONDS = 1.0
@@ -130,7 +131,11 @@ class SlotRing:
         return (*place, slot.index, slot.offset, len(slot.memory), tensor.nbytes, *kind)
 
     def release_free_slots(self) -> None:
-        """Give the memory of slots that nobody sees back to the system, whoever keeps them mapped."""
+        """Give the memory of slots that nobody sees back to the system, whoever keeps them mapped.
+
+        The worker is ending: of the other slots the parent will do the same when it gives them back.
+        """
+        self._control[_CLOSING] = 1
         for slot in self._slots:
             if self._control[_STATES + slot.index] == _FREE:
                 slot.memory.madvise(mmap.MADV_REMOVE)
@@ -242,6 +247,8 @@ class _Peer:
 
     def free(self, index: int) -> None:
         self.control[_STATES + index] = _FREE
+        if self.control[_CLOSING]:
+            self.maps[index].madvise(mmap.MADV_REMOVE)
 
     def free_what_forks_held(self) -> None:
         for index, watches in list(self.waiting.items()):

@@ -1,0 +1,222 @@
+"""Loader gives what DataLoader gives, from threads, in memory that is used again only when nobody can see it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import make_folder, make_records, write_store
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
+
+from packshift import ImageFolderDataset, Loader, buffers, open_dataset
+from packshift.errors import UsageError
+from packshift.transforms import Compose, RandomCrop, RandomHorizontalFlip, ToFloat
+
+COUNT = 103
+RECORDS = make_records([(9, 14)] * COUNT)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, format_name: str) -> Dataset:
+    return open_dataset(write_store(tmp_path / "store", format_name, RECORDS))
+
+
+def index_of(image: torch.Tensor) -> int:
+    """Which record an image is; fails where it is none."""
+    (index,) = (
+        n for n, record in enumerate(RECORDS) if torch.equal(image.permute(1, 2, 0), torch.from_numpy(record.pixels))
+    )
+    return index
+
+
+def indices_of(batches: Iterator) -> list[int]:
+    found = []
+    for images, labels in batches:
+        for image, label in zip(images, labels.tolist(), strict=True):
+            found.append(index_of(image))
+            assert label == RECORDS[found[-1]].label
+    return found
+
+
+def loader_threads() -> int:
+    return sum(thread.name.startswith("packshift-loader") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_in_order(dataset: Dataset, threads: int) -> None:
+    loader = Loader(dataset, 10, threads=threads)
+    assert len(loader) == 11
+    assert indices_of(loader) == list(range(COUNT))
+
+
+def test_equals_the_stock_loader(dataset: Dataset) -> None:
+    for ours, stock in zip(Loader(dataset, 10), DataLoader(dataset, 10), strict=True):
+        assert type(ours) is type(stock)
+        for mine, theirs in zip(ours, stock, strict=True):
+            assert torch.equal(mine, theirs)
+            assert mine.dtype == theirs.dtype
+        assert ours[0].is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_epoch_holds_everything_once_in_an_order_of_its_own(dataset: Dataset, threads: int) -> None:
+    loader = Loader(dataset, 16, shuffle=True, threads=threads, seed=3)
+    epochs = [indices_of(loader) for _ in range(3)]
+    assert all(sorted(epoch) == list(range(COUNT)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_order_depends_on_seed_and_epoch_alone(dataset: Dataset) -> None:
+    first = Loader(dataset, 16, shuffle=True, seed=3)
+    epochs = [indices_of(first) for _ in range(3)]
+    resumed = Loader(dataset, 7, shuffle=True, threads=3, prefetch=1, seed=3)
+    resumed.set_epoch(2)
+    assert indices_of(resumed) == epochs[2]
+    torch.manual_seed(5)
+    unseeded = indices_of(Loader(dataset, 16, shuffle=True))
+    torch.manual_seed(5)
+    assert indices_of(Loader(dataset, 16, shuffle=True)) == unseeded
+
+
+def test_drop_last(dataset: Dataset) -> None:
+    loader = Loader(dataset, 10, drop_last=True)
+    assert len(loader) == len(list(loader)) == 10
+
+
+def test_samplers(dataset: Dataset) -> None:
+    assert indices_of(Loader(dataset, 3, sampler=[5, 5, 102, 0])) == [5, 5, 102, 0]
+    assert len(Loader(dataset, 3, sampler=[5, 5, 102, 0], drop_last=True)) == 1
+    parts = [DistributedSampler(dataset, num_replicas=2, rank=rank, shuffle=True, seed=1) for rank in range(2)]
+    loaders = [Loader(dataset, 8, sampler=sampler) for sampler in parts]
+    for epoch in range(2):
+        for loader in loaders:
+            loader.set_epoch(epoch)
+        assert [sampler.epoch for sampler in parts] == [epoch, epoch]
+        assert set(indices_of(loaders[0]) + indices_of(loaders[1])) == set(range(COUNT))
+
+
+class TestMemory:
+    def test_all_batches_of_an_epoch_can_be_kept(self, dataset: Dataset) -> None:
+        assert indices_of(list(Loader(dataset, 4, threads=2))) == list(range(COUNT))
+
+    def test_one_view_can_be_kept(self, dataset: Dataset) -> None:
+        loader = Loader(dataset, 4)
+        kept = next(iter(loader))[0][3]
+        for _ in range(5):
+            indices_of(loader)
+        assert index_of(kept) == 3
+
+    def test_without_the_guard_a_kept_view_would_change(
+        self, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The two tests above can fail: here the memory is given back while it is in use."""
+
+        class AtOnce:
+            def __init__(self, _: object, give_back: object, memory: object) -> None:
+                give_back(memory)
+
+        monkeypatch.setattr(buffers.weakref, "finalize", AtOnce)
+        batches = list(Loader(dataset, 4))
+        assert not torch.equal(batches[0][0].permute(0, 2, 3, 1)[3], torch.from_numpy(RECORDS[3].pixels))
+
+    def test_memory_is_used_again(self, dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+        pool = buffers.BufferPool()
+        monkeypatch.setattr(buffers, "_pool", pool)
+        places = set()
+        for _ in range(5):
+            for images, _ in Loader(dataset, 10, drop_last=True, threads=1, prefetch=2):
+                places.add(images.data_ptr())
+        del images
+        gc.collect()
+        assert len(places) <= 6
+        assert 0 < pool.idle_bytes <= buffers.MOST_IDLE * 10 * 9 * 14 * 3
+
+    def test_in_process_dataloader_uses_memory_again_too(self, dataset: Dataset) -> None:
+        places = {images.data_ptr() for _ in range(5) for images, _ in DataLoader(dataset, 10, drop_last=True)}
+        assert len(places) <= 4
+
+
+class TestTransform:
+    def test_is_applied_and_depends_on_the_seed_alone(self, dataset: Dataset) -> None:
+        transform = Compose([RandomCrop(8), RandomHorizontalFlip(), ToFloat()])
+        runs = []
+        for threads in (1, 3):
+            batches = list(Loader(dataset, 10, shuffle=True, seed=1, threads=threads, transform=transform))
+            runs.append(torch.cat([images for images, _ in batches]))
+        assert torch.equal(runs[0], runs[1])
+        assert (runs[0].dtype, tuple(runs[0].shape)) == (torch.float32, (COUNT, 3, 8, 8))
+
+    def test_any_callable_will_do(self, dataset: Dataset) -> None:
+        images, labels = next(iter(Loader(dataset, 4, transform=lambda images: images.float().mean((2, 3)))))
+        assert tuple(images.shape) == (4, 3)
+        assert labels.tolist() == [0, 1, 2, 0]
+
+
+class TestThreads:
+    def test_an_error_reaches_the_loop_at_its_batch(self, dataset: Dataset) -> None:
+        def fail_on_the_third(images: torch.Tensor) -> torch.Tensor:
+            if index_of(images[0]) == 20:
+                raise RuntimeError("no good")
+            return images
+
+        batches = iter(Loader(dataset, 10, transform=fail_on_the_third))
+        assert len([next(batches), next(batches)]) == 2
+        with pytest.raises(RuntimeError, match="no good"):
+            next(batches)
+        assert loader_threads() == 0
+
+    def test_leaving_the_loop_stops_the_threads(self, dataset: Dataset) -> None:
+        for _ in Loader(dataset, 4, threads=3):
+            assert loader_threads() == 3
+            break
+        gc.collect()
+        assert loader_threads() == 0
+
+    def test_torch_keeps_its_number_of_threads(self, dataset: Dataset) -> None:
+        before = torch.get_num_threads()
+        inside = set()
+        for _ in Loader(dataset, 4, threads=2, transform=lambda images: inside.add(torch.get_num_threads()) or images):
+            assert torch.get_num_threads() == before
+        assert inside == {1}
+        elsewhere = []
+        thread = threading.Thread(target=lambda: elsewhere.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert elsewhere == [before]
+
+    def test_two_iterations_at_once(self, dataset: Dataset) -> None:
+        loader = Loader(dataset, 10)
+        pairs = zip(loader, loader, strict=True)
+        assert all(torch.equal(one[0], other[0]) for one, other in pairs)
+
+
+def test_pictures_straight_from_the_folder(tmp_path: Path) -> None:
+    dataset = ImageFolderDataset(make_folder(tmp_path / "src", ["a", "b"], 5), size=16)
+    images, labels = next(iter(Loader(dataset, 10, threads=2)))
+    expected = default_collate([dataset[index] for index in range(10)])
+    assert torch.equal(images, expected[0])
+    assert torch.equal(labels, expected[1])
+
+
+class Squares(Dataset):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"square": index * index}
+
+
+def test_any_other_dataset() -> None:
+    assert [batch["square"].tolist() for batch in Loader(Squares(), 4)] == [[0, 1, 4, 9], [16, 25, 36, 49], [64, 81]]
+
+
+def test_arguments_that_cannot_be_right(dataset: Dataset) -> None:
+    for wrong in ({"batch_size": 0}, {"threads": 0}, {"prefetch": 0}, {"threads": "2"}, {"transform": 3}):
+        with pytest.raises(UsageError, match="expected"):
+            Loader(dataset, **wrong)
+    with pytest.raises(UsageError, match="exclude each other"):
+        Loader(dataset, shuffle=True, sampler=[1])

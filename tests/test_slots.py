@@ -1,0 +1,438 @@
+"""Batches from workers in reused shared memory: right in every combination, never overwritten while anybody can see them,
+and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import itertools
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_records, write_store
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate, random_split
+
+from packshift import LMDBDataset, batches, open_dataset, slots
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "memfd_create"), reason="slots need memfd, which only Linux has; elsewhere batches go torch's way"
+)
+
+COUNT = 150
+HEIGHT, WIDTH = 40, 48
+START_METHODS = ("fork", "spawn", "forkserver")
+
+
+def numbered_records() -> list:
+    """Records whose first four pixels spell their index."""
+    records = make_records([(HEIGHT, WIDTH)] * COUNT)
+    for index, record in enumerate(records):
+        record.pixels[0, :4, 0] = np.frombuffer(np.int32(index).tobytes(), np.uint8)
+    return records
+
+
+RECORDS = numbered_records()
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, format_name: str) -> Dataset:
+    return open_dataset(write_store(tmp_path / "store", format_name, RECORDS))
+
+
+@pytest.fixture
+def lmdb_dataset(tmp_path: Path) -> Dataset:
+    """For what does not depend on the format."""
+    return open_dataset(write_store(tmp_path / "store", "lmdb", RECORDS))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_in_dev_shm() -> Iterator[None]:
+    before = set(os.listdir("/dev/shm"))
+    yield
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while (left := set(os.listdir("/dev/shm")) - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+
+
+def index_of(image: torch.Tensor) -> int:
+    return int(np.frombuffer(bytes(image[0, 0, :4].tolist()), np.int32)[0])
+
+
+def check(images: torch.Tensor, labels: torch.Tensor | None = None) -> list[int]:
+    """Every image equals its source record, and every label; returns the indices."""
+    indices = [index_of(image) for image in images]
+    expected = torch.from_numpy(np.stack([RECORDS[index].pixels for index in indices]))
+    assert torch.equal(images.permute(0, 2, 3, 1), expected)
+    if labels is not None:
+        assert labels.tolist() == [RECORDS[index].label for index in indices]
+    return indices
+
+
+def check_epoch(loader: Any, expected: list[int] | None = None) -> None:
+    seen = [index for images, labels in loader for index in check(images, labels)]
+    assert sorted(seen) == (list(range(COUNT)) if expected is None else sorted(expected))
+
+
+def workers(dataset: Dataset, method: str = "fork", count: int = 2, **options: Any) -> DataLoader:
+    options = {"batch_size": 16, "shuffle": True, **options}
+    return DataLoader(dataset, num_workers=count, multiprocessing_context=method, **options)
+
+
+def slots_in_use() -> list[int]:
+    return [len(peer.maps) for peer in slots._peers.values()]
+
+
+class TestEveryCombination:
+    @pytest.mark.parametrize("persistent", [False, True])
+    @pytest.mark.parametrize("method", START_METHODS)
+    def test_start_methods(self, dataset: Dataset, method: str, persistent: bool) -> None:
+        assert dataset[0][1] == 0
+        loader = workers(dataset, method, persistent_workers=persistent)
+        for _ in range(3 if persistent or method == "fork" else 2):
+            check_epoch(loader)
+        assert sum(slots_in_use()) > 0
+
+    def test_subset_split_and_concat(self, dataset: Dataset) -> None:
+        check_epoch(workers(Subset(dataset, [3, 3, 149, 0]), batch_size=3), [3, 3, 149, 0])
+        parts = random_split(dataset, [100, 50])
+        check_epoch([batch for part in parts for batch in workers(part)])
+        check_epoch(workers(ConcatDataset([dataset, open_dataset(dataset.path)])), list(range(COUNT)) * 2)
+
+    @pytest.mark.parametrize("batch_size", [1, 7, 64, 150])
+    def test_last_short_batch(self, dataset: Dataset, batch_size: int) -> None:
+        check_epoch(workers(dataset, batch_size=batch_size, persistent_workers=True))
+
+    def test_batches_that_grow_and_shrink(self, lmdb_dataset: Dataset) -> None:
+        sizes = [3, 40, 1, 60, 46]
+        bounds = np.cumsum([0, *sizes])
+        chunks = [list(range(start, stop)) for start, stop in itertools.pairwise(bounds.tolist())]
+        loader = DataLoader(lmdb_dataset, batch_sampler=chunks, num_workers=1, multiprocessing_context="fork")
+        check_epoch(loader)
+
+    @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
+    def test_pin_memory(self, dataset: Dataset) -> None:
+        check_epoch(workers(dataset, pin_memory=True))
+
+    def test_channels_last_and_writable(self, dataset: Dataset) -> None:
+        for images, labels in workers(dataset):
+            assert images.is_contiguous(memory_format=torch.channels_last)
+            assert type(images) is torch.Tensor
+            assert type(labels) is torch.Tensor
+            images.add_(1)
+            labels.add_(1)
+        check_epoch(workers(dataset))
+
+
+class TestNeverOverwritten:
+    @pytest.mark.parametrize("method", START_METHODS)
+    def test_all_batches_can_be_kept(self, dataset: Dataset, method: str) -> None:
+        kept = list(workers(dataset, method, batch_size=2))  # more batches than slots
+        assert len(kept) == 75 > 2 * slots.MOST_SLOTS
+        check_epoch(kept)
+
+    def test_one_view_can_be_kept_for_the_whole_run(self, dataset: Dataset) -> None:
+        loader = workers(dataset, persistent_workers=True)
+        images, _ = next(iter(loader))
+        view, array, flat = images[3], images[5].numpy(), images.permute(0, 2, 3, 1).reshape(-1)[:10]
+        copies = view.clone(), array.copy(), flat.clone()
+        del images
+        for _ in range(8):
+            check_epoch(loader)
+        assert torch.equal(view, copies[0])
+        assert np.array_equal(array, copies[1])
+        assert torch.equal(flat, copies[2])
+
+    @pytest.mark.parametrize("what", ["list", "view"])
+    def test_without_the_guard_these_two_fail(
+        self, lmdb_dataset: Dataset, what: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The proof that the tests above can fail: here the parent gives a slot back as soon as it has it."""
+        lend = slots._Peer.lend
+
+        def lend_and_free(peer: Any, index: int, *rest: Any) -> torch.Tensor:
+            tensor = lend(peer, index, *rest)
+            peer.free(index)
+            return tensor
+
+        monkeypatch.setattr(slots._Peer, "lend", lend_and_free)
+        monkeypatch.setattr(slots, "_give_back", lambda *_: None)
+        monkeypatch.setattr(slots, "_peers", {})
+        loader = workers(lmdb_dataset, count=1, persistent_workers=True)
+        if what == "list":
+            kept = list(loader)
+            with pytest.raises(AssertionError):
+                check_epoch(kept)
+        else:
+            view = next(iter(loader))[0][3]
+            before = view.clone()
+            for _ in range(8):
+                list(loader)
+            assert not torch.equal(view, before)
+
+    def test_slots_are_used_again(self, dataset: Dataset) -> None:
+        loader = workers(dataset, batch_size=4, persistent_workers=True, prefetch_factor=2)
+        for _ in range(6):
+            check_epoch(loader)
+        in_use = [len(peer.maps) for peer in slots._peers.values() if not peer.is_gone()]
+        assert len(in_use) == 2
+        assert max(in_use) <= 2 + 3, "the prefetched ones, one being filled, one or two that the loop holds"
+
+    def test_a_child_forked_while_a_batch_is_held_keeps_seeing_it(self, lmdb_dataset: Dataset) -> None:
+        loader = workers(lmdb_dataset, count=1, batch_size=8, persistent_workers=True)
+        batches = iter(loader)
+        images, labels = next(batches)
+        go_on, child_reads = os.pipe(), None
+        pid = os.fork()
+        if pid == 0:
+            torch.set_num_threads(1)  # as DataLoader's workers do: the parent's threads are not there after a fork
+            child_reads = os.read(go_on[0], 1)
+            try:
+                check(images, labels)
+            except AssertionError:
+                os._exit(1)
+            os._exit(0 if child_reads else 2)
+        (peer,) = (peer for peer in slots._peers.values() if peer.held)
+        (index,) = peer.held
+        del images
+        for _ in batches:
+            pass
+        for _ in range(4):
+            check_epoch(loader)
+        assert index in peer.waiting
+        os.write(go_on[1], b"!")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        check_epoch(loader)
+        assert index not in peer.waiting
+        for end in go_on:
+            os.close(end)
+
+    def test_train_and_validation_loaders_take_turns(self, lmdb_dataset: Dataset) -> None:
+        """Each epoch forks validation workers while a training batch is still held; slots must not be used up by that."""
+        train = workers(lmdb_dataset, count=1, persistent_workers=True)
+        for _ in range(12):
+            for images, labels in train:
+                check(images, labels)
+            check_epoch(workers(lmdb_dataset, count=1))
+        assert max(slots_in_use()) < 10
+
+
+class KeepsAll(LMDBDataset):
+    """A subclass with items of its own."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image, _ = super().__getitem__(index)
+        return image, -1
+
+
+def half_and_brighter(image: torch.Tensor) -> torch.Tensor:
+    return image[:, ::2, ::2].float() + 1
+
+
+def as_list(samples: Any) -> tuple[int, list]:
+    return len(samples), [(image.clone(), label) for image, label in samples]
+
+
+def part_of_the_batch(samples: Any) -> torch.Tensor:
+    return default_collate(samples)[0][:, :, :, :]
+
+
+def twice(samples: Any) -> list:
+    images, labels = default_collate(samples)
+    return [images, labels, images]
+
+
+_seen: list = []
+
+
+def the_first_again(samples: Any) -> list:
+    """Sends the same batch object with every message."""
+    _seen.append(default_collate(samples))
+    return _seen[0]
+
+
+def changed_in_place(samples: Any) -> list:
+    images, labels = default_collate(samples)
+    images.add_(0)
+    images.resize_(2, 3, HEIGHT, WIDTH)
+    return [images, labels[:2]]
+
+
+def copied_and_pickled(samples: Any) -> list:
+    images, labels = default_collate(samples)
+    assert torch.equal(pickle.loads(pickle.dumps(images)), images)
+    assert torch.equal(copy.deepcopy(images), images)
+    return [copy.copy(images), labels]
+
+
+class TestWhatUsersAdd:
+    def test_a_collate_function_gets_a_sequence_of_samples(self, dataset: Dataset) -> None:
+        for length, samples in workers(dataset, collate_fn=as_list):
+            assert length == len(samples)
+            check(torch.stack([image for image, _ in samples]), torch.tensor([label for _, label in samples]))
+
+    def test_a_batch_behaves_as_a_list(self, dataset: Dataset) -> None:
+        batch = dataset.__getitems__([4, 9, 2])
+        assert len(batch) == 3
+        assert [label for _, label in batch] == [batch[0][1], batch[1][1], batch[-1][1]]
+        assert [index_of(image) for image, _ in batch[::-1]] == [2, 9, 4]
+        images, labels = zip(*batch, strict=True)
+        assert check(torch.stack(images), torch.tensor(labels)) == [4, 9, 2]
+        assert len(batch + batch) == len(["another"] + batch) + 2 == 6  # noqa: RUF005
+        assert isinstance(batch[0], tuple)
+        with pytest.raises(IndexError):
+            batch[3]
+
+    @pytest.mark.parametrize("collate", [part_of_the_batch, twice, copied_and_pickled])
+    def test_what_is_made_of_a_batch_arrives_right(self, lmdb_dataset: Dataset, collate: Callable) -> None:
+        kept = list(workers(lmdb_dataset, collate_fn=collate, batch_size=6))
+        for batch in kept:
+            for part in batch if isinstance(batch, list) else [batch]:
+                if part.dim() == 4:
+                    check(part)
+
+    def test_a_batch_sent_again_is_sent_as_a_copy(self, lmdb_dataset: Dataset) -> None:
+        kept = list(workers(lmdb_dataset, count=1, batch_size=10, shuffle=False, collate_fn=the_first_again))
+        assert len(kept) == 15
+        for images, labels in kept:
+            assert check(images, labels) == list(range(10))
+
+    def test_a_batch_that_was_resized_is_sent_as_it_is(self, lmdb_dataset: Dataset) -> None:
+        loader = workers(lmdb_dataset, count=1, batch_size=10, drop_last=True, collate_fn=changed_in_place)
+        assert all(images.shape == (2, 3, HEIGHT, WIDTH) for images, _ in loader)
+
+    def test_a_subclass_with_items_of_its_own(self, tmp_path: Path) -> None:
+        dataset = KeepsAll(write_store(tmp_path / "store", "lmdb", RECORDS))
+        for loader in (workers(dataset), workers(Subset(dataset, range(COUNT))), DataLoader(dataset, 8)):
+            assert all((labels == -1).all() and check(images) for images, labels in loader)
+
+    def test_transforms_are_applied_and_their_results_travel_in_slots_too(self, tmp_path: Path) -> None:
+        path = write_store(tmp_path / "store", "hdf5", RECORDS)
+        dataset = open_dataset(path, transform=half_and_brighter, target_transform=str)
+        kept = list(workers(dataset, shuffle=False, batch_size=10, count=1))
+        assert [text for _, texts in kept for text in texts] == [str(record.label) for record in RECORDS]
+        expected = torch.stack(
+            [half_and_brighter(torch.from_numpy(record.pixels).permute(2, 0, 1)) for record in RECORDS]
+        )
+        assert torch.equal(torch.cat([images for images, _ in kept]), expected)
+        assert sum(slots_in_use()) > 0
+
+    @pytest.mark.parametrize("indices", [[], [2], [-1, 0], [np.int64(3)], [torch.tensor(3)], np.array([1, 2]), [True]])
+    def test_batched_reading_equals_reading_one_by_one(self, dataset: Dataset, indices: Any) -> None:
+        batch = dataset.__getitems__(indices)
+        assert len(batch) == len(indices)
+        for (image, label), index in zip(batch, indices, strict=True):
+            assert torch.equal(image, dataset[index][0])
+            assert label == dataset[index][1]
+
+    def test_indices_out_of_range(self, dataset: Dataset) -> None:
+        for index in (COUNT, -COUNT - 1):
+            with pytest.raises(IndexError):
+                dataset.__getitems__([0, index])
+
+
+class TestOtherWays:
+    def test_beyond_the_slots(self, lmdb_dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(slots, "MOST_SLOTS", 1)
+        check_epoch(list(workers(lmdb_dataset)))
+
+    def test_without_memfd(self, lmdb_dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(os, "memfd_create")
+        check_epoch(list(workers(lmdb_dataset)))
+
+    def test_dev_shm_too_small(
+        self, lmdb_dataset: Dataset, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """Slots are not in /dev/shm. Where there are none and /dev/shm is full, pipes do; never a bus error."""
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(slots, "MOST_SLOTS", 0)
+        monkeypatch.setattr(batches.os, "posix_fallocate", full)
+        monkeypatch.setattr(batches.warnings, "warn", lambda text, *_, **__: os.write(2, f"{text}\n".encode()))
+        check_epoch(list(workers(lmdb_dataset, count=2)))
+        (warned,) = capfd.readouterr().err.splitlines()
+        assert "/dev/shm has room for" in warned
+        assert "a batch takes 0.1 MB (No space left on device)" in warned
+
+
+SCRIPT = """
+import os, signal, sys
+from torch.utils.data import DataLoader
+from packshift import open_dataset
+
+if __name__ == "__main__":
+    how = sys.argv[2]
+    loader = DataLoader(open_dataset(sys.argv[1]), batch_size=8, num_workers=2, persistent_workers=True)
+    for number, (images, labels) in enumerate(loader):
+        if number == 3:
+            children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
+            print(os.getpid(), *children, flush=True)
+            if how == "exception":
+                raise RuntimeError("in the loop")
+            if how == "kill worker":
+                os.kill(int(children[0]), signal.SIGKILL)
+            if how == "kill parent":
+                os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("how", ["end", "exception", "kill worker", "kill parent"])
+def test_nothing_is_left_however_it_ends(lmdb_dataset: Dataset, tmp_path: Path, how: str) -> None:
+    """No name in /dev/shm (see the fixture), no process, and so no memory: a memfd lives as long as who has it open."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), lmdb_dataset.path, how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == {"end": 0, "exception": 1, "kill worker": 1, "kill parent": -signal.SIGKILL}[how]
+    if how == "kill worker":
+        assert "exited unexpectedly" in done.stderr or "killed by signal" in done.stderr
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 3
+    deadline = time.monotonic() + 30
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_memory_of_ended_workers_is_given_back(lmdb_dataset: Dataset) -> None:
+    """Workers that end give the memory of free slots back, though the parent still has it mapped; so does the parent."""
+    check_epoch(workers(lmdb_dataset, batch_size=50))
+    gc.collect()
+    sizes = [os.fstat(peer.fd).st_blocks * 512 for peer in slots._peers.values() if peer.is_gone()]
+    assert sizes
+    assert sum(sizes) <= len(sizes) * 2 * slots._CONTROL
+    check_epoch(workers(lmdb_dataset))
+    assert all(not peer.is_gone() or peer.held for peer in slots._peers.values()) or len(slots._peers) <= 4
+
+
+def test_shared_memory_in_flight_is_what_the_slots_say(lmdb_dataset: Dataset) -> None:
+    nbytes = 16 * HEIGHT * WIDTH * 3
+    loader = workers(lmdb_dataset, count=1, persistent_workers=True, drop_last=True)
+    for _ in range(3):
+        assert len([index for images, labels in loader for index in check(images, labels)]) == 144
+    (peer,) = (peer for peer in slots._peers.values() if not peer.is_gone())
+    size = os.fstat(peer.fd).st_size
+    pages = -(-nbytes // 4096) * 4096
+    assert (size - slots._CONTROL) % pages == 0
+    assert len(peer.maps) <= (size - slots._CONTROL) // pages <= 6
+
+
+def test_a_message_from_a_worker_that_is_gone_is_a_clear_error() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"shared memory of DataLoader worker 4194304 cannot be opened \(No such file"
+    ):
+        slots._attach(4194304, 3, b"0" * 16)
