@@ -10,6 +10,9 @@ outside the clock.
 - gather: `np.take(..., out=, mode="clip")` from a map of a flat file into one reused buffer, one thread: the machine's limit.
 - recipe: what tutorials show: pickled samples in LMDB, opened in each worker, default collate, 2 workers.
 - the rest: packshift's datasets in the stock DataLoader (by format, workers and start method), and `Loader`.
+
+With --step-ms T the consumer multiplies matrices for T ms per batch, and the table gives the share of the time that the
+loop waits for data instead.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ from packshift.record import Record
 from packshift.stores import get_format
 from packshift.stores._partial import partial_file
 from packshift.stores._writer import Description, Writer
+
+RECIPE = "recipe, 2 workers"
 
 
 class Recipe(Dataset):
@@ -111,6 +116,22 @@ def timed(batches: Iterator[torch.Tensor], seconds: float, warm_up: int) -> floa
     return count / elapsed
 
 
+def waiting_share(batches: Iterator[torch.Tensor], seconds: float, warm_up: int, step_ms: float) -> float:
+    """The share of the time in which a loop that computes for `step_ms` per batch waits for the next one."""
+    matrix = torch.rand(192, 192)
+    while warm_up > 0:
+        warm_up -= len(next(batches))
+    waited, started = 0.0, time.perf_counter()
+    while (asked := time.perf_counter()) - started < seconds:
+        images = next(batches)
+        got = time.perf_counter()
+        waited += got - asked
+        touch(images)
+        while time.perf_counter() - got < step_ms / 1000:
+            matrix = torch.nn.functional.normalize(matrix @ matrix)
+    return waited / (time.perf_counter() - started)
+
+
 def gather(folder: Path, side: int, count: int, batch_size: int) -> Iterator[torch.Tensor]:
     rows = np.memmap(folder / "flat.bin", np.uint8, "r", shape=(count, side * side * 3))
     out = np.empty((batch_size, side * side * 3), np.uint8)
@@ -147,7 +168,7 @@ def make_cases(folder: Path, side: int, count: int, batch_size: int) -> dict[str
 
     cases: dict[str, Callable[[], Iterator[torch.Tensor]]] = {
         "gather": lambda: gather(folder, side, count, batch_size),
-        "recipe, 2 workers": lambda: stock(Recipe(str(folder / "recipe.lmdb"), count), batch_size, 2, "fork"),
+        RECIPE: lambda: stock(Recipe(str(folder / "recipe.lmdb"), count), batch_size, 2, "fork"),
     }
     for suffix in (".lmdb", ".h5"):
         name = suffix[1:]
@@ -168,6 +189,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--only", nargs="*", default=[], help="cases whose name contains one of these")
     parser.add_argument("--folder", type=Path, default=None, help="keep the files here and use them again")
     parser.add_argument("--json", type=Path, default=None)
@@ -190,7 +212,10 @@ def main() -> None:
             row = {}
             for name, case in wanted.items():
                 batches = case()
-                row[name] = timed(batches, options.seconds, options.records)
+                if options.step_ms:
+                    row[name] = waiting_share(batches, options.seconds, options.records, options.step_ms)
+                else:
+                    row[name] = timed(batches, options.seconds, options.records)
                 batches.close()
                 del batches
                 gc.collect()
@@ -199,15 +224,21 @@ def main() -> None:
         f"{options.records} records of {options.side} x {options.side}, batch {options.batch_size}, {options.rounds} rounds "
         f"of {options.seconds} s, {len(os.sched_getaffinity(0))} CPUs, torch {torch.__version__}"
     )
-    print(f"{'':<28}{'images/s':>10}{'lowest':>10}{'highest':>10}{'of gather':>11}{'x recipe':>10}")
+    if options.step_ms:
+        print(f"{'':<28}{'waits':>10}{'lowest':>10}{'highest':>10}   step {options.step_ms} ms")
+    else:
+        print(f"{'':<28}{'images/s':>10}{'lowest':>10}{'highest':>10}{'of gather':>11}{'x recipe':>10}")
     for name in wanted:
         values = [row[name] for row in rounds]
-        of_gather = statistics.median(row[name] / row["gather"] for row in rounds)
-        recipe = "recipe, 2 workers"
-        times = f"{statistics.median(row[name] / row[recipe] for row in rounds):.1f}" if recipe in wanted else ""
-        print(
-            f"{name:<28}{statistics.median(values):>10,.0f}{min(values):>10,.0f}{max(values):>10,.0f}{of_gather:>11.0%}{times:>10}"
+        shown = "10.1%" if options.step_ms else "10,.0f"
+        line = f"{name:<28}" + "".join(
+            format(value, shown) for value in (statistics.median(values), min(values), max(values))
         )
+        if not options.step_ms:
+            line += f"{statistics.median(row[name] / row['gather'] for row in rounds):>11.0%}"
+        if not options.step_ms and RECIPE in wanted:
+            line += f"{statistics.median(row[name] / row[RECIPE] for row in rounds):>10.1f}"
+        print(line)
     if options.json:
         options.json.write_text(json.dumps({"options": vars(options), "rounds": rounds}, indent=2, default=str) + "\n")
 

@@ -7,6 +7,7 @@ by the type of its first sample.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import warnings
@@ -147,7 +148,7 @@ def place_for(shape: tuple[int, ...], dtype: torch.dtype) -> Place:
     if taken is not None:
         array, seal = taken
         return Place(_shaped(torch.from_numpy(array), shape, dtype), seal)
-    shared = _torch_shared_memory(nbytes)
+    shared = _torch_shared_memory(nbytes) if os.path.isdir(_DEV_SHM) else _new_shared(nbytes)
     if shared is not None:
         return Place(_shaped(shared, shape, dtype), _as_it_is)
     return Place(torch.empty(shape, dtype=dtype), lambda tensor: tensor.as_subclass(InlineTensor))
@@ -164,33 +165,47 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 def _torch_shared_memory(nbytes: int) -> torch.Tensor | None:
     """uint8 (nbytes,) in torch's shared memory; None, and a warning, where /dev/shm cannot hold it.
 
-    The pages are claimed here: without that, a /dev/shm that is too small shows itself as a bus error at the first write.
+    The pages are claimed here (newer versions of torch do it themselves): without that, a /dev/shm that is too small
+    shows itself as a bus error at the first write.
     """
-    storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]
-    if hasattr(os, "posix_fallocate") and get_sharing_strategy() == "file_descriptor":  # type: ignore[no-untyped-call]
-        fd, _ = storage._share_fd_cpu_()
-        try:
-            os.posix_fallocate(fd, 0, nbytes)
-        except OSError as error:
-            _warn_of_dev_shm(nbytes, error)
-            return None
+    try:
+        worker = get_worker_info()
+        at_once = worker.num_workers if worker is not None else 1
+        if shutil.disk_usage(_DEV_SHM).free < nbytes * at_once:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]
+        if get_sharing_strategy() == "file_descriptor":  # type: ignore[no-untyped-call]
+            os.posix_fallocate(storage._share_fd_cpu_()[0], 0, nbytes)
+    except (OSError, RuntimeError) as error:
+        _warn_of_dev_shm(nbytes, error)
+        return None
+    return _over(storage)
+
+
+def _new_shared(nbytes: int) -> torch.Tensor:
+    """uint8 (nbytes,) in torch's shared memory, on systems where that has no folder to look at."""
+    return _over(torch.UntypedStorage._new_shared(nbytes))  # type: ignore[no-untyped-call]
+
+
+def _over(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
+_DEV_SHM = "/dev/shm"
 _warned_of_dev_shm = False
 
 
-def _warn_of_dev_shm(nbytes: int, error: OSError) -> None:
+def _warn_of_dev_shm(nbytes: int, error: OSError | RuntimeError) -> None:
     """Once a run: all workers see the same /dev/shm, so the first of them tells."""
     global _warned_of_dev_shm
     worker = get_worker_info()
     if _warned_of_dev_shm or worker is None or worker.id != 0:
         return
     _warned_of_dev_shm = True
-    room = shutil.disk_usage("/dev/shm")
+    room = shutil.disk_usage(_DEV_SHM)
     warnings.warn(
         f"/dev/shm has room for {room.free / 1e6:,.0f} of {room.total / 1e6:,.0f} MB, a batch takes {nbytes / 1e6:,.1f} MB "
-        f"({error.strerror}): batches are sent through pipes instead, which is slow. Enlarge /dev/shm (docker run "
+        f"({error}): batches are sent through pipes instead, which is slow. Enlarge /dev/shm (docker run "
         "--shm-size=1g), or use fewer workers, smaller batches or prefetch_factor=1",
         RuntimeWarning,
         stacklevel=2,

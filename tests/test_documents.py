@@ -71,6 +71,13 @@ def test_the_training_loop_runs(folder: Path) -> None:
     assert re.fullmatch(r"epoch 0: loss [\d.]+\nepoch 1: loss [\d.]+\n", done.stdout)
 
 
+def test_the_loader_example_runs(folder: Path) -> None:
+    convert(SAMPLE_PHOTOS, folder / "sample.lmdb")
+    (folder / "train.py").write_text(blocks(README, "python")[1])
+    done = subprocess.run([sys.executable, "-W", "error", "train.py"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(("number", "suffix"), [(0, ".lmdb"), (1, ".h5")])
 def test_readers_without_packshift(folder: Path, number: int, suffix: str) -> None:
     convert(SAMPLE_PHOTOS, folder / f"photos{suffix}")

@@ -366,7 +366,7 @@ class TestOtherWays:
         check_epoch(list(workers(lmdb_dataset, count=2)))
         (warned,) = capfd.readouterr().err.splitlines()
         assert "/dev/shm has room for" in warned
-        assert "a batch takes 0.1 MB (No space left on device)" in warned
+        assert "a batch takes 0.1 MB ([Errno 28] No space left on device)" in warned
 
 
 SCRIPT = """
