@@ -8,7 +8,6 @@ pictures at a time, which spares it most of the switching between threads (3 % o
 
 from __future__ import annotations
 
-import operator
 import os
 import stat
 import threading
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from packshift._version import __version__
+from packshift.arguments import at_least_one
 from packshift.errors import ImageError, SourceError, StoreError, TargetError, UsageError
 from packshift.machine import usable_cpus
 from packshift.preprocess import Preprocessing, load_record, parse_size
@@ -132,41 +132,12 @@ def make_plan(
     """Check every argument and list the source; write nothing. Arguments and errors are those of `convert`."""
     if on_error not in ON_ERROR:
         raise UsageError(f"unknown on_error {on_error!r}: expected one of {', '.join(ON_ERROR)}")
+    number_of_jobs = usable_cpus() if jobs is None else at_least_one("jobs", jobs)
     settings = Preprocessing(parse_size(size), fit)
     source, target = _checked_path(source, "source"), _checked_path(target, "target")
     chosen = format_of_target(target, format)
     path = _checked_target(target, overwrite=overwrite)
-    return Plan(scan(source, layout), path, chosen, settings, _checked_jobs(jobs), on_error, overwrite)
-
-
-def _read_back(file: PartialFile, plan: Plan) -> Reader:
-    """Open the finished file as users will, with packshift and with the format's own library."""
-    try:
-        store = Reader(file.path, format=plan.format.name)
-        plan.format.check(file.path, store.info)
-    except StoreError as error:
-        reason = str(error).replace(str(file.path), str(plan.target))
-        raise TargetError(f"{plan.target}: what was written cannot be read back: {reason}") from error
-    return store
-
-
-def _checked_jobs(jobs: int | None) -> int:
-    if jobs is None:
-        return usable_cpus()
-    try:
-        number = operator.index(jobs)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise UsageError(f"jobs {jobs!r}: expected a number of at least 1")
-    return number
-
-
-def _checked_path(path: str | os.PathLike[str], role: str) -> Path:
-    name = os.fsdecode(path)
-    if not name or "\0" in name:
-        raise UsageError(f"{role} {name!r}: expected the name of a file or folder")
-    return Path(name)
+    return Plan(scan(source, layout), path, chosen, settings, number_of_jobs, on_error, overwrite)
 
 
 def run_plan(plan: Plan, *, progress: Progress | None = None, started: float | None = None) -> Report:
@@ -213,6 +184,13 @@ def run_plan(plan: Plan, *, progress: Progress | None = None, started: float | N
         ignored=plan.listing.ignored,
         ignored_examples=plan.listing.ignored_examples,
     )
+
+
+def _checked_path(path: str | os.PathLike[str], role: str) -> Path:
+    name = os.fsdecode(path)
+    if not name or "\0" in name:
+        raise UsageError(f"{role} {name!r}: expected the name of a file or folder")
+    return Path(name)
 
 
 def _checked_target(target: Path, *, overwrite: bool) -> Path:
@@ -310,6 +288,17 @@ def _quiet_warnings() -> Iterator[None]:
             if _quiet_depth == 0:
                 _quiet.__exit__(None, None, None)
                 _quiet = warnings.catch_warnings()
+
+
+def _read_back(file: PartialFile, plan: Plan) -> Reader:
+    """Open the finished file as users will, with packshift and with the format's own library."""
+    try:
+        store = Reader(file.path, format=plan.format.name)
+        plan.format.check(file.path, store.info)
+    except StoreError as error:
+        reason = str(error).replace(str(file.path), str(plan.target))
+        raise TargetError(f"{plan.target}: what was written cannot be read back: {reason}") from error
+    return store
 
 
 def _description(plan: Plan) -> Description:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, Sampler, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
+from packshift.arguments import at_least_one
 from packshift.datasets import PictureDataset
 from packshift.errors import UsageError
 from packshift.machine import usable_cpus
@@ -63,12 +64,12 @@ class Loader:
         if transform is not None and not callable(transform):
             raise UsageError(f"transform {transform!r}: expected something to call with the images of a batch")
         self.dataset = dataset
-        self.batch_size = _at_least_one("batch_size", batch_size)
+        self.batch_size = at_least_one("batch_size", batch_size)
         self.shuffle = shuffle
         self.sampler = sampler
         self.drop_last = drop_last
-        self.threads = _at_least_one("threads", threads)
-        self.prefetch = _at_least_one("prefetch", prefetch)
+        self.threads = at_least_one("threads", threads)
+        self.prefetch = at_least_one("prefetch", prefetch)
         self.pin_memory = pin_memory
         self.transform = transform
         self.seed = int(torch.empty((), dtype=torch.int64).random_()) if seed is None else operator.index(seed)
@@ -210,13 +211,3 @@ def _start_threads(count: int) -> ThreadPoolExecutor:
 
 def _length(dataset: Any) -> int:
     return len(dataset)
-
-
-def _at_least_one(name: str, value: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise UsageError(f"{name} {value!r}: expected a number of at least 1")
-    return number
