@@ -9,6 +9,7 @@ import gc
 import itertools
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -58,13 +59,24 @@ def lmdb_dataset(tmp_path: Path) -> Dataset:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_in_dev_shm() -> Iterator[None]:
-    before = set(os.listdir("/dev/shm"))
+    before = left_in_dev_shm()
     yield
     gc.collect()
     deadline = time.monotonic() + 5
-    while (left := set(os.listdir("/dev/shm")) - before) and time.monotonic() < deadline:
+    while (left := left_in_dev_shm() - before) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
+
+
+def left_in_dev_shm() -> set[str]:
+    """Names of this process and of processes that have ended; those of other running programs are their business."""
+    names = {name: re.match(r"torch_(\d+)_", name) for name in os.listdir("/dev/shm")}
+    own = os.getpid()
+    return {
+        name
+        for name, made_by in names.items()
+        if made_by is None or int(made_by[1]) == own or not os.path.exists(f"/proc/{made_by[1]}")
+    }
 
 
 def index_of(image: torch.Tensor) -> int:
