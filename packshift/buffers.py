@@ -15,8 +15,9 @@ import weakref
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_IDLE = 8
-"""Idle buffers kept; the batches of one loop need two or three, its prefetching and transforms a few more."""
+MOST_IDLE = 4
+"""Idle buffers kept. A loop gives back one at a time and takes it again soon; what was held beyond that goes back to the
+system."""
 
 _LARGEST_WASTE = 4
 

@@ -44,6 +44,9 @@ from torch.multiprocessing.reductions import reduce_tensor
 MOST_SLOTS = 32
 """Slots per worker. As many are in flight as prefetch_factor says, plus what the training loop holds on to."""
 
+MOST_SPARE = 4
+"""Free slots that keep their memory. A loop that held many batches at once and let them go does not need it any more."""
+
 _CONTROL = mmap.PAGESIZE
 _TOKEN = slice(0, 16)
 _CLOSING = 32
@@ -76,6 +79,7 @@ class _Slot:
     offset: int
     memory: mmap.mmap
     in_use_here: bool = False
+    has_memory: bool = False
     reference_sent: bool = False
 
 
@@ -97,7 +101,8 @@ class SlotRing:
         slot = self._free_slot(nbytes) or self._new_slot(nbytes)
         if slot is None:
             return None
-        slot.in_use_here, slot.reference_sent = True, False
+        slot.in_use_here, slot.reference_sent, slot.has_memory = True, False, True
+        self._trim()
         array: NDArray[np.uint8] = np.frombuffer(slot.memory, np.uint8, nbytes)
         weakref.finalize(array, _leave, slot).atexit = False
         return slot, array
@@ -105,6 +110,12 @@ class SlotRing:
     def _free_slot(self, nbytes: int) -> _Slot | None:
         fitting = (slot for slot in self._slots if len(slot.memory) >= nbytes and self._is_free(slot))
         return min(fitting, key=lambda slot: len(slot.memory), default=None)
+
+    def _trim(self) -> None:
+        spare = [slot for slot in self._slots if slot.has_memory and self._is_free(slot)]
+        for slot in spare[MOST_SPARE:]:
+            slot.memory.madvise(mmap.MADV_REMOVE)
+            slot.has_memory = False
 
     def _is_free(self, slot: _Slot) -> bool:
         return not slot.in_use_here and self._control[_STATES + slot.index] == _FREE

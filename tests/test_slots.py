@@ -431,6 +431,18 @@ def test_memory_of_ended_workers_is_given_back(lmdb_dataset: Dataset) -> None:
     assert all(not peer.is_gone() or peer.held for peer in slots._peers.values()) or len(slots._peers) <= 4
 
 
+def test_memory_of_many_batches_held_at_once_is_given_back(lmdb_dataset: Dataset) -> None:
+    loader = workers(lmdb_dataset, count=1, batch_size=5, persistent_workers=True)
+    kept = list(loader)
+    (peer,) = (peer for peer in slots._peers.values() if not peer.is_gone())
+    in_use = os.fstat(peer.fd).st_blocks * 512
+    assert len(peer.maps) >= 25
+    del kept
+    check_epoch(loader)
+    assert os.fstat(peer.fd).st_blocks * 512 < in_use / 2
+    check_epoch(loader)
+
+
 def test_shared_memory_in_flight_is_what_the_slots_say(lmdb_dataset: Dataset) -> None:
     nbytes = 16 * HEIGHT * WIDTH * 3
     loader = workers(lmdb_dataset, count=1, persistent_workers=True, drop_last=True)
