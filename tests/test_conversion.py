@@ -210,6 +210,25 @@ class TestTarget:
             convert(pictures, tmp_path / "out.lmdb")
         assert convert(pictures, tmp_path / "out.lmdb", size=16).written == 12
 
+    def test_a_run_that_waited_for_the_lock_of_one_that_published_leaves_its_store_alone(
+        self, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Between opening and locking the partial file, another run gives it the target's name."""
+        target = tmp_path / "out.lmdb"
+        convert(pictures, tmp_path / "first.lmdb", size=16)
+        os.rename(tmp_path / "first.lmdb", partial_path(target))
+        real_lock = _partial.fcntl.flock
+
+        def lock(fd: int, operation: int) -> None:
+            if partial_path(target).exists() and not target.exists():
+                os.rename(partial_path(target), target)
+            real_lock(fd, operation)
+
+        monkeypatch.setattr(_partial.fcntl, "flock", lock)
+        with partial_file(target):
+            assert len(Reader(target)) == 12
+        assert len(Reader(target)) == 12
+
     def test_no_access(self, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The test may run as root, whom no permission stops: the operating system's answer is put in its mouth."""
         monkeypatch.setattr(os, "access", lambda path, mode: False)

@@ -209,6 +209,7 @@ class TestNeverOverwritten:
         go_on, child_reads = os.pipe(), None
         pid = os.fork()
         if pid == 0:
+            signal.alarm(60)  # never outlive a parent whose test has failed
             torch.set_num_threads(1)  # as DataLoader's workers do: the parent's threads are not there after a fork
             child_reads = os.read(go_on[0], 1)
             try:
