@@ -173,8 +173,8 @@ def _torch_shared_memory(nbytes: int) -> torch.Tensor | None:
         at_once = worker.num_workers if worker is not None else 1
         if shutil.disk_usage(_DEV_SHM).free < nbytes * at_once:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]
-        if get_sharing_strategy() == "file_descriptor":  # type: ignore[no-untyped-call]
+        storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]  # torch has no types here
+        if get_sharing_strategy() == "file_descriptor":  # type: ignore[no-untyped-call]  # torch has no types here
             os.posix_fallocate(storage._share_fd_cpu_()[0], 0, nbytes)
     except (OSError, RuntimeError) as error:
         _warn_of_dev_shm(nbytes, error)
@@ -184,7 +184,7 @@ def _torch_shared_memory(nbytes: int) -> torch.Tensor | None:
 
 def _new_shared(nbytes: int) -> torch.Tensor:
     """uint8 (nbytes,) in torch's shared memory, on systems where that has no folder to look at."""
-    return _over(torch.UntypedStorage._new_shared(nbytes))  # type: ignore[no-untyped-call]
+    return _over(torch.UntypedStorage._new_shared(nbytes))  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 def _over(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -134,7 +134,7 @@ class Loader:
         if self.transform is not None:
             images, *rest = batch
             batch = [apply(self.transform, images, self._generator(epoch, number + 1)), *rest]
-        return pin(batch) if self.pin_memory and torch.cuda.is_available() else batch  # type: ignore[no-untyped-call]
+        return pin(batch) if self.pin_memory and torch.cuda.is_available() else batch  # type: ignore[no-untyped-call]  # torch has no types here
 
     def _generator(self, epoch: int, number: int = 0) -> torch.Generator:
         """The generator of an epoch's order (0) or of its batch's transforms (1, ...)."""

@@ -60,6 +60,9 @@ class SlotTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch.nn.Parameter has
 
+    _slot: _Slot
+    _made_as: tuple[Any, ...]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: Any = self.as_subclass(torch.Tensor)
         return plain.__reduce_ex__(protocol)  # pickled for anybody but a worker's queue
@@ -190,8 +193,7 @@ def take_slot(nbytes: int) -> tuple[NDArray[np.uint8], Callable[[torch.Tensor], 
 
     def seal(tensor: torch.Tensor) -> torch.Tensor:
         sealed = tensor.as_subclass(SlotTensor)
-        sealed._slot = slot  # type: ignore[attr-defined]
-        sealed._made_as = _layout(sealed)  # type: ignore[attr-defined]
+        sealed._slot, sealed._made_as = slot, _layout(sealed)
         return sealed
 
     return array, seal
@@ -208,7 +210,7 @@ def _reduce_slot_tensor(tensor: Any) -> tuple[Any, ...]:
         reference = ring.reference(slot, tensor)
         if reference is not None:
             return _rebuild, reference
-    return reduce_tensor(tensor.as_subclass(torch.Tensor))  # type: ignore[no-any-return, no-untyped-call]
+    return reduce_tensor(tensor.as_subclass(torch.Tensor))  # type: ignore[no-any-return, no-untyped-call]  # torch has no types here
 
 
 ForkingPickler.register(SlotTensor, _reduce_slot_tensor)

@@ -44,7 +44,7 @@ def apply(transform: object, images: torch.Tensor, generator: torch.Generator | 
     """Call a transform of ours with the generator, any other callable with the images alone."""
     if isinstance(transform, BatchTransform):
         return transform(images, generator)
-    return transform(images)  # type: ignore[operator, no-any-return]
+    return transform(images)  # type: ignore[operator, no-any-return]  # Loader has checked that it can be called
 
 
 class RandomCrop(BatchTransform):

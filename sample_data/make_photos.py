@@ -68,7 +68,8 @@ def draw_flower(rng: np.random.Generator, size: tuple[int, int]) -> Image.Image:
         x, y, length = rng.uniform(0, width), rng.uniform(0, height), rng.uniform(0.1, 0.3) * height
         lean = rng.uniform(-0.2, 0.2) * length
         pen.line((x, y, x + lean, y + length), fill=blend((90, 150, 60), (25, 70, 30), rng.random()), width=SCALE * 3)
-    petal: Colour = tuple(int(v) for v in rng.choice([(235, 80, 110), (250, 200, 60), (245, 245, 250), (150, 90, 210)]))  # type: ignore[assignment]
+    petals: list[Colour] = [(235, 80, 110), (250, 200, 60), (245, 245, 250), (150, 90, 210)]
+    petal = petals[rng.integers(len(petals))]
     for _ in range(3):
         x, y, radius = (
             rng.uniform(0.25, 0.75) * width,
@@ -89,7 +90,8 @@ def draw_house(rng: np.random.Generator, size: tuple[int, int]) -> Image.Image:
     image = sky(size, (150, 195, 235), (225, 235, 240))
     pen = ImageDraw.Draw(image)
     pen.rectangle((0, height * 0.75, width, height), fill=(95, 150, 80))
-    wall: Colour = tuple(int(v) for v in rng.choice([(225, 200, 160), (190, 100, 80), (235, 235, 225)]))  # type: ignore[assignment]
+    walls: list[Colour] = [(225, 200, 160), (190, 100, 80), (235, 235, 225)]
+    wall = walls[rng.integers(len(walls))]
     left, right = width * rng.uniform(0.12, 0.25), width * rng.uniform(0.72, 0.88)
     top, bottom = height * rng.uniform(0.4, 0.5), height * 0.82
     pen.polygon([(left - 20, top), ((left + right) / 2, top * 0.45), (right + 20, top)], fill=(120, 55, 45))

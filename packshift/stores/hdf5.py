@@ -85,7 +85,7 @@ class _Window(io.RawIOBase):
             if self._position < self._fence.stop and self._position + len(view) > self._fence.start:
                 raise StoreError(f"{self._file.target}: the HDF5 library wanted to write among the records")
             self._file.write_at(self._position, view)
-        except Exception as error:
+        except Exception as error:  # kept and raised again: whatever it is, the library would swallow it
             self.error = self.error or error
             raise
         self._position += len(view)
@@ -98,7 +98,7 @@ class _Window(io.RawIOBase):
             if size < self._fence.stop and len(self._fence):
                 raise StoreError(f"{self._file.target}: the HDF5 library wanted to cut off the records")
             self._file.resize(size)
-        except Exception as error:
+        except Exception as error:  # kept and raised again: whatever it is, the library would swallow it
             self.error = self.error or error
             raise
         self.size = size
