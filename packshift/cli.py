@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,7 +46,10 @@ class _Commands(click.Group):
         except (click.Abort, KeyboardInterrupt):
             _fail("interrupted", FAILED)
         except MemoryError:
-            _fail("out of memory: use fewer --jobs, or convert on a machine with more", FAILED)
+            _fail(
+                "out of memory: use fewer --jobs, or a machine with more; the same command carries on where a run stopped",
+                FAILED,
+            )
         except BrokenPipeError:
             # The reader of our output has gone (packshift info ... | head); keep Python from complaining at exit.
             sys.stderr.close()
@@ -126,7 +130,13 @@ def main(context: click.Context) -> None:
     show_default=True,
     help="What to do about a picture that cannot be read.",
 )
+@click.option(
+    "--max-errors", metavar="N|P%", help="Give up when more pictures than this cannot be read.  [default: no limit]"
+)
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists, once the new store is whole.")
+@click.option("--restart", is_flag=True, help="Throw away what an earlier run that ended early has finished.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be written, and how long it would take.")
+@click.option("--force", is_flag=True, help="Start even if the disk looks too small.")
 @click.option("--format", "format_", type=click.Choice(format_names()), help="Format of OUT.  [default: by its suffix]")
 @click.option(
     "--layout",
@@ -144,7 +154,11 @@ def convert(
     fit: str,
     jobs: int | None,
     on_error: str,
+    max_errors: str | None,
     overwrite: bool,
+    restart: bool,
+    dry_run: bool,
+    force: bool,
     format_: str | None,
     layout: str,
     as_json: bool,
@@ -153,7 +167,8 @@ def convert(
     """Convert the pictures in SRC to one store file OUT (.lmdb, .h5 or .hdf5).
 
     SRC holds one folder per class (labels count from 0 in the order of the sorted names), or pictures alone (label -1).
-    Pixels are stored as uint8 RGB, upright. OUT appears when it is whole, or not at all.
+    Pixels are stored as uint8 RGB, upright. OUT appears when it is whole, or not at all. A run that ended early, by
+    Ctrl-C, a full disk or a power failure, is carried on by the same command.
 
     \b
     packshift convert photos/ photos.lmdb
@@ -161,28 +176,44 @@ def convert(
 
     Exit code 3 means that OUT is there but some pictures were skipped; each is named on stderr and by packshift info.
     """
-    from packshift.conversion import make_plan, run_plan
-    from packshift.report import plan_text, report_json, report_text, warning_text
+    from packshift.conversion import run_plan
+    from packshift.planning import check_room, look_ahead, make_plan
+    from packshift.report import outlook_json, outlook_text, plan_text, report_json, report_text, warning_text
 
-    plan = make_plan(
-        source,
-        target,
-        size=size,
-        fit=fit,
-        layout=layout,
-        format=format_,
-        jobs=jobs,
-        on_error=on_error,
-        overwrite=overwrite,
-    )
+    started = time.perf_counter()
+    with _scanning_bar(quiet=quiet) as scanning:
+        plan = make_plan(
+            source,
+            target,
+            size=size,
+            fit=fit,
+            layout=layout,
+            format=format_,
+            jobs=jobs,
+            on_error=on_error,
+            max_errors=max_errors,
+            overwrite=overwrite,
+            restart=restart,
+            force=force,
+            scanning=scanning,
+        )
     _echo(warning_text(plan) if quiet else plan_text(plan), err=True)
+    outlook = look_ahead(plan, decode=dry_run or None)
+    if dry_run:
+        _print_json(outlook_json(outlook)) if as_json else _echo(outlook_text(outlook))
+        return 0
+    if not quiet:
+        _echo(outlook_text(outlook), err=True)
+    check_room(plan, outlook)
     before = _identity(plan.target)
     try:
         with _progress_bar(len(plan.listing), quiet=quiet) as progress:
-            report = run_plan(plan, progress=progress)
-    except KeyboardInterrupt:
+            report = run_plan(
+                plan, progress=progress, log=lambda line: None if quiet else _echo(line, err=True), started=started
+            )
+    except KeyboardInterrupt as error:
         if _identity(plan.target) == before:
-            raise click.ClickException("interrupted: nothing was published; the same command starts again") from None
+            raise click.ClickException(f"interrupted: {error or 'nothing was published'}") from None
         _echo(f"packshift: interrupted, but {printable(str(plan.target))} is whole and was published", err=True)
         return 0
     code = SOME_SKIPPED if report.skipped else 0
@@ -224,7 +255,25 @@ def _progress_bar(total: int, *, quiet: bool) -> Iterator[Callable[[int, int], N
     from tqdm import tqdm
 
     with tqdm(total=total, unit=" images", disable=None, file=sys.stderr, dynamic_ncols=True) as bar:
-        yield lambda done, _: bar.update(done - bar.n) and None
+
+        def show(done: int, _: int) -> None:
+            if not bar.n and done > 1:
+                bar.initial = done  # finished by an earlier run: not part of the rate
+            bar.update(done - bar.n)
+
+        yield show
+
+
+@contextmanager
+def _scanning_bar(*, quiet: bool) -> Iterator[Callable[[int], None] | None]:
+    """A count of files on stderr, where that is a terminal and the scan takes longer than a second."""
+    if quiet or sys.stderr is None:
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc="scanning", unit=" files", disable=None, file=sys.stderr, leave=False, delay=1.0) as bar:
+        yield lambda found: bar.update(found - bar.n) and None
 
 
 @main.command()

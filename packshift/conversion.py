@@ -1,73 +1,63 @@
-"""The conversion: read and preprocess pictures on several threads, write them in order, publish the store whole.
+"""The conversion: pictures are decoded by several processes (`packshift.pool`), written in order, and published whole.
 
-Threads rather than processes: Pillow gives up the interpreter lock while it decodes and resizes, so two threads keep
-two cores busy, and no pixels have to be copied from process to process. The calling thread writes. It hands out `BATCH`
-pictures at a time, which spares it most of the switching between threads (3 % of the time with two jobs), and at most
-`BATCHES_PER_JOB` batches a job beyond the one it waits for, so memory does not depend on how many pictures there are.
+What is finished is noted in a journal beside the partial file, so a run that ended early, however it ended, is carried
+on by the same command: from the first picture that is not known to be on disk, or whose file has changed since. Bytes
+do not depend on how often that happened: records come in the order of the listing, and nothing else is in the store.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-import stat
-import threading
 import time
-import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from packshift._version import __version__
-from packshift.arguments import at_least_one
-from packshift.errors import ImageError, SourceError, StoreError, TargetError, UsageError
-from packshift.machine import usable_cpus
-from packshift.preprocess import Preprocessing, load_record, parse_size
-from packshift.record import Listing, Record, Sample, Skipped
-from packshift.sources import AUTO, scan
-from packshift.stores import format_of_target
-from packshift.stores._format import Format
+from packshift.errors import ImageError, Interrupted, PackshiftError, SourceError, StoreError, TargetError
+from packshift.journal import Earlier, Journal, Outcome, earlier_journal
+from packshift.planning import Plan, check_room, look_ahead, make_plan
+from packshift.pool import Decoded, DecodingPool
+from packshift.record import Listing, Sample, Skipped, encode_name
+from packshift.sources import AUTO
+from packshift.stores._header import VERSION
 from packshift.stores._partial import PartialFile, partial_file
 from packshift.stores._reader import Reader
 from packshift.stores._writer import Description, Writer
-
-ON_ERROR = ("skip", "stop")
-BATCH = 4
-BATCHES_PER_JOB = 4
+from packshift.text import counted, printable
+from packshift.worker import source_state
 
 Progress = Callable[[int, int], None]
 """Called with (pictures done, pictures in all) after each picture, from the thread that called `convert`."""
 
+Log = Callable[[str], None]
+"""Called with a line that a user wants to read while the conversion runs."""
 
-@dataclass(frozen=True)
-class Plan:
-    """What a conversion is going to do: shown before it does it."""
+LOADER = "packshift.preprocess:load_record"
+"""The function that decodes a picture in a worker; tests put others in its place."""
 
-    listing: Listing
-    target: Path
-    format: Format
-    settings: Preprocessing
-    jobs: int
-    on_error: str
-    overwrite: bool
+_MOST_KINDS = 1000
+_OTHER_KINDS = "others"
 
 
 @dataclass(frozen=True)
 class Report:
     """What a conversion did.
 
-    `found` = `written` + len(`skipped`). Sizes are in bytes: `source_bytes` of the pictures written, `store_bytes` of
-    the store. `images_per_s` counts written pictures over `seconds`, scanning and syncing included. `notes` counts
-    pictures by what was done to them beyond the settings, `ignored` files that are not pictures, by reason.
+    `found` = `written` + len(`skipped`). `carried_on` of them were finished by earlier runs. Sizes are in bytes:
+    `source_bytes` of the pictures written, `store_bytes` of the store. `images_per_s` counts pictures of this run over
+    `seconds`, scanning and syncing included. `notes` counts pictures by what was done to them beyond the settings,
+    `messages` by what their decoders printed, `ignored` files that are not pictures, by reason.
     """
 
     target: str
     format: str
     found: int
     written: int
+    carried_on: int
     skipped: Sequence[Skipped]
     classes: tuple[str, ...]
     empty_classes: tuple[str, ...]
@@ -76,6 +66,7 @@ class Report:
     seconds: float
     images_per_s: float
     notes: Mapping[str, int]
+    messages: Mapping[str, int]
     ignored: Mapping[str, int]
     ignored_examples: Mapping[str, Sequence[str]]
 
@@ -90,17 +81,25 @@ def convert(
     format: str | None = None,
     jobs: int | None = None,
     on_error: str = "skip",
+    max_errors: int | str | None = None,
     overwrite: bool = False,
+    restart: bool = False,
+    force: bool = False,
     progress: Progress | None = None,
+    log: Log | None = None,
 ) -> Report:
     """Convert a folder of pictures into one store file of uint8 pixels (H, W, 3), and return what was done.
 
     `size` is 256, (height, width) or None (every picture keeps its own), `fit` one of "crop", "pad", "stretch". The
-    format follows the target's suffix unless `format` names it. `jobs` threads decode (default: the CPUs this process
-    may use); the store's bytes do not depend on them. With `on_error="stop"` the first unreadable picture ends the run.
+    format follows the target's suffix unless `format` names it. `jobs` processes decode (default: the CPUs this process
+    may use); the store's bytes do not depend on them. With `on_error="stop"` the first unreadable picture ends the run,
+    with `max_errors` (a number, or "5%" of the pictures) the first one above that.
 
     The target appears when it is whole, or not at all; an existing one is replaced only with `overwrite=True`, in the
-    last moment. Raises UsageError, SourceError, TargetError, and with "stop" ImageError.
+    last moment. A run that ends early is carried on by the next one with the same arguments, unless that has
+    `restart=True`. A disk that cannot hold the store is found out before, and ignored with `force=True`.
+
+    Raises UsageError, SourceError, TargetError, and for too many unreadable pictures ImageError.
     """
     started = time.perf_counter()
     plan = make_plan(
@@ -112,182 +111,226 @@ def convert(
         format=format,
         jobs=jobs,
         on_error=on_error,
+        max_errors=max_errors,
         overwrite=overwrite,
+        restart=restart,
+        force=force,
     )
-    return run_plan(plan, progress=progress, started=started)
+    check_room(plan, look_ahead(plan, decode=False))
+    return run_plan(plan, progress=progress, log=log, started=started)
 
 
-def make_plan(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    *,
-    size: int | str | tuple[int, int] | None = 256,
-    fit: str = "crop",
-    layout: str = AUTO,
-    format: str | None = None,
-    jobs: int | None = None,
-    on_error: str = "skip",
-    overwrite: bool = False,
-) -> Plan:
-    """Check every argument and list the source; write nothing. Arguments and errors are those of `convert`."""
-    if on_error not in ON_ERROR:
-        raise UsageError(f"unknown on_error {on_error!r}: expected one of {', '.join(ON_ERROR)}")
-    number_of_jobs = usable_cpus() if jobs is None else at_least_one("jobs", jobs)
-    settings = Preprocessing(parse_size(size), fit)
-    source, target = _checked_path(source, "source"), _checked_path(target, "target")
-    chosen = format_of_target(target, format)
-    path = _checked_target(target, overwrite=overwrite)
-    return Plan(scan(source, layout), path, chosen, settings, number_of_jobs, on_error, overwrite)
-
-
-def run_plan(plan: Plan, *, progress: Progress | None = None, started: float | None = None) -> Report:
+def run_plan(
+    plan: Plan, *, progress: Progress | None = None, log: Log | None = None, started: float | None = None
+) -> Report:
     """Carry out a plan. `started` is the `time.perf_counter()` from which seconds count (default: now)."""
     started = time.perf_counter() if started is None else started
-    skipped: list[Skipped] = []
     with partial_file(plan.target) as file:
-        writer = Writer(file, plan.format, plan.settings.shape)
-        for done, outcome in enumerate(_outcomes(plan), 1):
-            if isinstance(outcome, Record):
-                writer.append(outcome)
-            else:
-                if plan.on_error == "stop":
-                    reason = outcome.reason.rstrip(".")
-                    raise ImageError(f"{outcome.path}: {reason}. Nothing was written (--on-error stop)")
-                skipped.append(outcome)
-                writer.skip(outcome)
-            if progress is not None:
-                progress(done, len(plan.listing))
-        if not len(writer):
-            raise SourceError(
-                f"none of the {len(plan.listing):,} pictures in {plan.listing.root} can be read; the first, "
-                f"{skipped[0].path}: {skipped[0].reason}"
-            )
-        if len(writer) + len(skipped) != len(plan.listing):
-            raise TargetError(f"{plan.target}: {len(plan.listing)} pictures went in, {len(writer)} came out")
-        writer.finish(_description(plan))
-        store = _read_back(file, plan)
-        file.publish(overwrite=plan.overwrite)
+        run = _Run(plan, file, log or (lambda _: None))
+        try:
+            run.carry_on()
+            if run.done and progress is not None:
+                progress(run.done, len(plan.listing))
+            run.decode(progress)
+            store = run.publish()
+        except BaseException as error:
+            told = run.keep(error)
+            if told is error:
+                raise
+            raise told from error
     seconds = time.perf_counter() - started
     return Report(
         target=str(plan.target),
         format=plan.format.name,
         found=len(plan.listing),
-        written=len(writer),
-        skipped=tuple(skipped),
+        written=len(run.writer),
+        carried_on=run.carried_on,
+        skipped=tuple(run.skipped),
         classes=plan.listing.classes,
         empty_classes=plan.listing.empty_classes,
         source_bytes=store.info.source["bytes"],
         store_bytes=store.file_size,
         seconds=seconds,
-        images_per_s=len(writer) / seconds,
+        images_per_s=(len(plan.listing) - run.carried_on) / seconds,
         notes=store.info.notes,
+        messages=dict(sorted(run.messages.items())),
         ignored=plan.listing.ignored,
         ignored_examples=plan.listing.ignored_examples,
     )
 
 
-def _checked_path(path: str | os.PathLike[str], role: str) -> Path:
-    name = os.fsdecode(path)
-    if not name or "\0" in name:
-        raise UsageError(f"{role} {name!r}: expected the name of a file or folder")
-    return Path(name)
+class _Run:
+    """One conversion on its way: the store under construction, its journal, and what is counted."""
+
+    def __init__(self, plan: Plan, file: PartialFile, log: Log) -> None:
+        self.plan = plan
+        self.file = file
+        self.log = log
+        self.skipped: list[Skipped] = []
+        self.messages: Counter[str] = Counter()
+        self.carried_on = 0
+        self._description = _description(plan)
+        self._journal: Journal | None = None
+
+    @property
+    def done(self) -> int:
+        return len(self.writer) + len(self.skipped)
+
+    def carry_on(self) -> None:
+        """Take over what an earlier run has finished, as far as it can be trusted, and begin the rest."""
+        earlier = None if self.plan.restart else earlier_journal(self.file)
+        if earlier is None or not earlier.count:
+            self._begin()
+            return
+        self._check_same_conversion(earlier)
+        self.writer = Writer(self.file, self.plan.format, self.plan.settings.shape)
+        keep, rest = self._take_over(earlier)
+        if not self.done:
+            self._begin()
+            return
+        self.carried_on = self.done
+        self.file.resize(self.writer.end)
+        self._journal = Journal(self.file, self._description, keep=keep)
+        self._journal.took_over(self.done - len(rest))
+        for outcome, end in rest:
+            self._journal.add(outcome, end)
+        self.log(
+            f"carrying on: {self.done:,} of {counted(len(self.plan.listing), 'picture')} were finished by an earlier run"
+        )
+
+    def _begin(self) -> None:
+        self.file.resize(0)
+        self.writer = Writer(self.file, self.plan.format, self.plan.settings.shape)
+        self._journal = Journal(self.file, self._description)
+
+    def _check_same_conversion(self, earlier: Earlier) -> None:
+        """An earlier run with other settings or another listing must not be continued, nor be lost without being asked."""
+        differences = _differences(earlier.description, self._description)
+        if differences:
+            self.file.keep = True
+            raise TargetError(
+                f"{self.plan.target}: {self.file.path} holds {counted(earlier.count, 'finished picture')} of a conversion "
+                f"that differs: {'; '.join(differences)}. Run that one again to carry on with it, or add --restart to "
+                "throw it away"
+            )
+
+    def _take_over(self, earlier: Earlier) -> tuple[int | None, list[tuple[Outcome, int]]]:
+        """(bytes of the journal to keep, outcomes taken over from behind them with the ends of their records)."""
+        size = os.fstat(self.file.fd).st_size
+        keep: int | None = None
+        for outcomes, end in earlier.lines():
+            taken: list[tuple[Outcome, int]] = []
+            for outcome in outcomes:
+                check = self.done >= earlier.synced or self.writer.end >= size
+                if not self._take(outcome, check=check):
+                    return keep, taken
+                taken.append((outcome, self.writer.end))
+            keep = end
+        return keep, []
+
+    def _take(self, outcome: Outcome, *, check: bool) -> bool:
+        sample = self.plan.listing.sample(self.done)
+        if source_state(self.plan.listing.root, sample.name) != (outcome.source_size, outcome.source_mtime_ns):
+            self.log(f"{printable(sample.name)} has changed since an earlier run read it")
+            return False
+        if outcome.entry is None:
+            self._skip(sample, outcome.reason)
+        elif not self.writer.take_over(sample.name, sample.label, outcome.entry, check=check):
+            return False
+        self._count(outcome.messages)
+        return True
+
+    def decode(self, progress: Progress | None) -> None:
+        """Decode and write every picture that is not done yet."""
+        listing = self.plan.listing
+        todo = range(self.done, len(listing))
+        if not todo:
+            return
+        with (
+            DecodingPool(listing.root, self.plan.settings, min(self.plan.jobs, len(todo)), loader=LOADER) as pool,
+            closing(pool.outcomes((listing.sample(index) for index in todo), len(todo))) as outcomes,
+        ):
+            for index, decoded in zip(todo, outcomes, strict=True):
+                self._settle(listing.sample(index), decoded)
+                if progress is not None:
+                    progress(self.done, len(listing))
+
+    def _settle(self, sample: Sample, decoded: Decoded) -> None:
+        """Write a record or note a skipped file, then enter it into the journal."""
+        assert self._journal is not None  # `carry_on` came first; not a user's data
+        entry = decoded.entry
+        if entry is not None and decoded.pixels is not None:
+            self.writer.add(sample.name, sample.label, entry, decoded.pixels)
+            outcome = Outcome(entry, "", entry.source_size, entry.source_mtime_ns, decoded.messages)
+        else:
+            if self.plan.on_error == "stop":
+                raise ImageError(
+                    f"{sample.name}: {decoded.reason.rstrip('.')}. Nothing was published (--on-error stop)"
+                )
+            outcome = Outcome(None, decoded.reason, *decoded.source_state, decoded.messages)
+            self._skip(sample, decoded.reason)
+        self._count(decoded.messages)
+        self._journal.add(outcome, self.writer.end)
+
+    def _skip(self, sample: Sample, reason: str) -> None:
+        skipped = Skipped(sample.name, reason)
+        self.skipped.append(skipped)
+        self.writer.skip(skipped)
+        limit = self.plan.max_errors
+        if limit is not None and len(self.skipped) > limit:
+            raise ImageError(
+                f"{counted(len(self.skipped), 'picture')} cannot be read, more than the {limit:,} that --max-errors allows; "
+                f"the last one, {sample.name}: {reason.rstrip('.')}. Nothing was published"
+            )
+
+    def _count(self, messages: Sequence[str]) -> None:
+        for kind in messages:
+            known = kind in self.messages or len(self.messages) < _MOST_KINDS
+            self.messages[kind if known else _OTHER_KINDS] += 1
+
+    def publish(self) -> Reader:
+        """Finish the store, read it back, and give it its name."""
+        assert self._journal is not None  # `carry_on` came first; not a user's data
+        found = len(self.plan.listing)
+        if not len(self.writer):
+            raise SourceError(
+                f"none of the {found:,} pictures in {self.plan.listing.root} can be read; the first, "
+                f"{self.skipped[0].path}: {self.skipped[0].reason}"
+            )
+        if self.done != found:
+            raise TargetError(f"{self.plan.target}: {found} pictures went in, {self.done} came out")
+        self.writer.finish(_store_description(self.plan))
+        store = _read_back(self.file, self.plan)
+        self.file.publish(overwrite=self.plan.overwrite)
+        self._journal.close()
+        self._journal.remove()
+        return store
+
+    def keep(self, error: BaseException) -> BaseException:
+        """Leave what is finished for another run, and return the error with the words for that."""
+        if not self.file.is_in_place():  # published, in the last moment
+            if self._journal is not None:
+                self._journal.close()
+                self._journal.remove()
+            return error
+        if self._journal is None:
+            return error
+        with suppress(TargetError):
+            self.file.resize(self.writer.end)  # room for the journal where the disk is full
+        kept = self._journal.close()
+        self.file.keep = bool(kept and len(self.writer))
+        if not self.file.keep:
+            self._journal.remove()
+        return _with_what_is_kept(error, kept if self.file.keep else 0, len(self.plan.listing))
 
 
-def _checked_target(target: Path, *, overwrite: bool) -> Path:
-    """The path to write, a link at its end followed; raises TargetError where it cannot be."""
-    path = Path(os.path.realpath(target)) if os.path.islink(target) else target
-    folder = path.parent
-    try:
-        folder_mode, mode = _mode(folder), _mode(path)
-    except OSError as error:
-        raise TargetError(f"{target} cannot be written: {error.strerror}") from error
-    if folder_mode is None:
-        raise TargetError(f"{target}: the folder {folder} does not exist: create it first")
-    if not stat.S_ISDIR(folder_mode):
-        raise TargetError(f"{target}: {folder} is a file, not a folder")
-    if mode is not None and stat.S_ISDIR(mode):
-        raise TargetError(f"{target} is a folder: expected the name of a file to write, such as {target / 'out.lmdb'}")
-    if mode is not None and not stat.S_ISREG(mode):
-        raise TargetError(f"{target} is not a regular file: expected the name of a file to write")
-    if mode is not None and not overwrite:
-        raise TargetError(f"{target} exists: choose another name, or replace it with --overwrite")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise TargetError(f"{target}: the folder {folder} is not writable")
-    return path
-
-
-def _mode(path: Path) -> int | None:
-    """What kind of file `path` is; None where there is none."""
-    try:
-        return os.stat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def _outcomes(plan: Plan) -> Iterator[Record | Skipped]:
-    """One outcome per listed picture, in the listing's order."""
-    count = len(plan.listing)
-    waiting: deque[Future[list[Record | Skipped]]] = deque()
-    pool = ThreadPoolExecutor(plan.jobs, thread_name_prefix="packshift-decode")
-    with _quiet_warnings():
-        try:
-            for batch in _batches(count, plan.jobs):
-                waiting.append(_submit(pool, plan, batch))
-                if len(waiting) > plan.jobs * BATCHES_PER_JOB:
-                    yield from waiting.popleft().result()
-            while waiting:
-                yield from waiting.popleft().result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _submit(pool: ThreadPoolExecutor, plan: Plan, batch: range) -> Future[list[Record | Skipped]]:
-    try:
-        return pool.submit(_load_batch, plan, batch)
-    except RuntimeError as error:  # the system gives no more threads
-        raise UsageError(f"jobs {plan.jobs}: {error}; use fewer") from error
-
-
-def _batches(count: int, jobs: int) -> Iterator[range]:
-    """0 .. count - 1 in batches; the last ones are single pictures, so that all jobs end at the same time."""
-    singles = max(0, count - 2 * BATCH * jobs) // BATCH * BATCH
-    yield from (range(first, first + BATCH) for first in range(0, singles, BATCH))
-    yield from (range(index, index + 1) for index in range(singles, count))
-
-
-def _load_batch(plan: Plan, indices: range) -> list[Record | Skipped]:
-    return [_load(plan.listing.root, plan.listing.sample(index), plan.settings) for index in indices]
-
-
-def _load(root: str, sample: Sample, settings: Preprocessing) -> Record | Skipped:
-    try:
-        return load_record(root, sample, settings)
-    except ImageError as error:
-        return Skipped(sample.name, str(error))
-
-
-_quiet = warnings.catch_warnings()
-_quiet_lock = threading.Lock()
-_quiet_depth = 0
-
-
-@contextmanager
-def _quiet_warnings() -> Iterator[None]:
-    """Pillow warns, once a picture, of things that are counted in the report or change no pixel."""
-    global _quiet, _quiet_depth  # the filters are the process's: conversions in several threads share one change
-    with _quiet_lock:
-        _quiet_depth += 1
-        if _quiet_depth == 1:
-            _quiet.__enter__()
-            warnings.filterwarnings("ignore", module=r"PIL\.")
-    try:
-        yield
-    finally:
-        with _quiet_lock:
-            _quiet_depth -= 1
-            if _quiet_depth == 0:
-                _quiet.__exit__(None, None, None)
-                _quiet = warnings.catch_warnings()
+def _with_what_is_kept(error: BaseException, kept: int, found: int) -> BaseException:
+    then = f"{kept:,} of {counted(found, 'picture')} are kept, and the same command carries on" if kept else ""
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted(f"nothing was published; {then or 'the same command starts again'}")
+    if isinstance(error, PackshiftError) and then:
+        return type(error)(f"{str(error).rstrip('.')}. {then[0].upper()}{then[1:]}")
+    return error
 
 
 def _read_back(file: PartialFile, plan: Plan) -> Reader:
@@ -301,13 +344,51 @@ def _read_back(file: PartialFile, plan: Plan) -> Reader:
     return store
 
 
-def _description(plan: Plan) -> Description:
+def _store_description(plan: Plan) -> Description:
     return Description(
         classes=plan.listing.classes,
         preprocessing=plan.settings.to_json(),
         source={"layout": plan.listing.layout, "found": len(plan.listing)},
         tools=tool_versions(),
     )
+
+
+def _description(plan: Plan) -> dict[str, Any]:
+    """Everything that decides about the store's bytes, beside the contents of the files."""
+    return {
+        "format": plan.format.name,
+        "format version": VERSION,
+        "preprocessing": plan.settings.to_json(),
+        "tools": tool_versions(),
+        "pictures": len(plan.listing),
+        "listing": _fingerprint(plan.listing),
+    }
+
+
+def _differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two descriptions, in words."""
+    words = []
+    for key in now:
+        before, after = earlier.get(key), now[key]
+        if before == after:
+            continue
+        if key == "listing":
+            words.append("files were added, removed or renamed, or other classes hold them")
+        elif isinstance(before, dict) and isinstance(after, dict):
+            names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+            words += [f"{name} was {before.get(name)}, now {after.get(name)}" for name in names]
+        else:
+            words.append(f"{key} was {before}, now {after}")
+    return words
+
+
+def _fingerprint(listing: Listing) -> str:
+    digest = hashlib.sha256(repr((listing.layout, len(listing))).encode())
+    for name in listing.classes:
+        digest.update(encode_name(name) + b"\0")
+    for array in (listing.names.data, listing.names.offsets, listing.labels):
+        digest.update(array.tobytes())
+    return digest.hexdigest()
 
 
 def tool_versions() -> dict[str, str]:

@@ -12,6 +12,9 @@
         ├── DamagedStoreError           truncated or altered
         └── ChangedStoreError           not the file that this dataset was opened on
 
+    KeyboardInterrupt
+    └── Interrupted                     Ctrl-C during a conversion; says what is kept for the next run
+
 A message is one line: it names the file, says what was expected and what was found, and what to do.
 """
 
@@ -36,6 +39,10 @@ class ImageError(PackshiftError, ValueError):
 
 class TargetError(PackshiftError, OSError):
     """The target cannot be written; nothing was published under its name."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a conversion; says what is kept."""
 
 
 class StoreError(PackshiftError, OSError):

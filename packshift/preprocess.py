@@ -13,7 +13,7 @@ import operator
 import os
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -124,14 +124,32 @@ def load_record(root: str, sample: Sample, settings: Preprocessing) -> Record:
     path = os.path.join(os.fsencode(root), encode_name(sample.name))
     try:
         with open(path, "rb", buffering=0) as file:
+            before = os.fstat(file.fileno())
             data = file.readall()
+            after = os.fstat(file.fileno())
     except OSError as error:
         if error.errno in _NOT_THE_FILES_FAULT:
             raise SourceError(
                 f"{sample.name}: {error.strerror}: use fewer jobs, or raise the limit (ulimit)"
             ) from error
         raise ImageError(f"cannot be read: {error.strerror}") from error
-    return make_record(data, sample, settings)
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or len(data) != after.st_size:
+        raise ImageError("changed while it was read")
+    return replace(make_record(data, sample, settings), source_mtime_ns=after.st_mtime_ns)
+
+
+def size_in_header(root: str, sample: Sample) -> tuple[int, int]:
+    """(height, width) in pixels as a picture's header says, before it is turned upright; decodes nothing.
+
+    Raises ImageError where the header cannot be read.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(os.path.join(os.fsencode(root), encode_name(sample.name))) as image:
+            return image.height, image.width
+    except Exception as error:  # Pillow's plugins raise whatever a broken file makes them stumble over
+        raise ImageError(f"its header cannot be read: {error}") from error
 
 
 def make_record(data: bytes, sample: Sample, settings: Preprocessing) -> Record:

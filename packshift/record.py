@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,7 +130,7 @@ class Record:
 
     `pixels` is (H, W, 3) uint8, C-contiguous. `source_size` is the file's length in bytes, `source_crc32` its CRC-32,
     `original_size` the (height, width) of the upright picture before resizing. `notes` name what was done to it beyond
-    the settings (see `preprocess.NOTES`).
+    the settings (see `preprocess.NOTES`). `source_mtime_ns` is the file's time of change; no store keeps it.
     """
 
     name: str
@@ -139,6 +140,37 @@ class Record:
     source_crc32: int
     original_size: tuple[int, int]
     notes: tuple[str, ...] = ()
+    source_mtime_ns: int = 0
+
+
+class Entry(NamedTuple):
+    """What is known of a record beside its name, its label and its pixels; `crc32` is that of the pixels' bytes."""
+
+    shape: tuple[int, int, int]
+    crc32: int
+    source_size: int
+    source_mtime_ns: int
+    source_crc32: int
+    original_size: tuple[int, int]
+    notes: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        height, width, channels = self.shape
+        return height * width * channels
+
+    @classmethod
+    def of(cls, record: Record) -> Entry:
+        height, width, channels = record.pixels.shape
+        return cls(
+            (height, width, channels),
+            crc32(bytes_of(record.pixels)),
+            record.source_size,
+            record.source_mtime_ns,
+            record.source_crc32,
+            record.original_size,
+            record.notes,
+        )
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from packshift.conversion import Plan, Report
+from packshift.conversion import Report
 from packshift.machine import usable_memory
+from packshift.planning import Outlook, Plan
 from packshift.preprocess import NOTES
 from packshift.sources._tree import OUTSIDE_CLASS
 from packshift.stores._reader import Reader
-from packshift.text import counted, human_bytes, printable
+from packshift.text import counted, human_bytes, human_time, printable
 
 _CLASSES_SHOWN = 20
 _NAMES_SHOWN = 3
+_KINDS_SHOWN = 10
 
 
 def plan_text(plan: Plan) -> str:
@@ -31,6 +33,21 @@ def plan_text(plan: Plan) -> str:
     ]
     order_note = _numeric_order_note(listing.classes)
     return "\n".join(lines + ([f"note: {order_note}"] if order_note else []))
+
+
+def outlook_text(outlook: Outlook) -> str:
+    """The forecast of a conversion in a line or two."""
+    lines = [
+        f"forecast: {human_bytes(outlook.store_bytes)} on disk ({human_bytes(outlook.free_bytes)} are free)"
+        + (f", about {human_time(outlook.seconds)}" if outlook.seconds is not None else "")
+    ]
+    if outlook.unreadable:
+        lines.append(f"{outlook.unreadable:,} of {outlook.sampled:,} pictures tried cannot be read")
+    return "\n".join(lines)
+
+
+def outlook_json(outlook: Outlook) -> dict[str, Any]:
+    return asdict(outlook)
 
 
 def warning_text(plan: Plan) -> str:
@@ -74,13 +91,26 @@ def report_text(report: Report) -> str:
     ratio = report.store_bytes / report.source_bytes if report.source_bytes else 0.0
     lines = [
         f"{report.written:,} of {counted(report.found, 'picture')} written to {printable(report.target)}"
-        + (f", {len(report.skipped):,} skipped" if report.skipped else ""),
+        + (f", {len(report.skipped):,} skipped" if report.skipped else "")
+        + (f"; {report.carried_on:,} by an earlier run" if report.carried_on else ""),
         f"{human_bytes(report.store_bytes)} on disk, {ratio:.1f} times the {human_bytes(report.source_bytes)} "
         "of the pictures",
         f"{report.seconds:.1f} s, {report.images_per_s:,.0f} images/s",
     ]
     lines += [f"{NOTES.get(note, note)}: {count:,}" for note, count in sorted(report.notes.items())]
+    if report.messages:
+        lines.append("decoders said, of so many pictures (N stands for numbers):")
+        lines += _shortened(
+            [f"  {count:>7,}  {printable(kind)}" for kind, count in _by_count(report.messages)],
+            _KINDS_SHOWN,
+            False,
+            "--json lists all",
+        )
     return "\n".join(lines)
+
+
+def _by_count(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
 def report_json(report: Report) -> dict[str, Any]:

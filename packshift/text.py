@@ -12,6 +12,17 @@ def human_bytes(count: float) -> str:
     return f"{count:,.1f} TB"
 
 
+def human_time(seconds: float) -> str:
+    """75.2 as "1 min 15 s": two units at most."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    days, hours, minutes = whole // 86_400, whole // 3600 % 24, whole // 60 % 60
+    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (whole % 60, "s")]
+    first = next((index for index, (value, _) in enumerate(parts) if value), len(parts) - 1)
+    return " ".join(f"{value} {unit}" for value, unit in parts[first : first + 2] if value)
+
+
 def counted(count: int, noun: str) -> str:
     """1 and "class" as "1 class", 2 as "2 classes"."""
     ending = "" if count == 1 else "es" if noun.endswith("s") else "s"

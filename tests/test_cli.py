@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,9 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
-from helpers import encoded, formula_picture, make_folder
+from helpers import encoded, formula_picture, make_folder, save
 
-from packshift import cli, conversion
+from packshift import cli, conversion, planning
 from packshift.stores import format_names
 from packshift.stores._reader import Reader
 from packshift.text import human_bytes, printable
@@ -39,11 +40,13 @@ class TestConvert:
         target = tmp_path / f"out{suffix}"
         result = run("convert", pictures, target, "--size", "240x320", "--jobs", 2)
         assert result.exit_code == 0
-        assert result.stderr.splitlines() == [
+        *plan, forecast = result.stderr.splitlines()
+        assert plan == [
             f"{pictures}: 12 pictures, 3 classes",
             f"{target}: {format_name}, upright, RGB, scaled to cover 240 x 320 (height x width), middle cut out, "
             "2 jobs",
         ]
+        assert re.fullmatch(r"forecast: 2\.8 MB on disk \([\d.,]+ .B are free\)", forecast)
         lines = result.stdout.splitlines()
         assert lines[0] == f"12 of 12 pictures written to {target}"
         assert lines[1].startswith(f"{human_bytes(target.stat().st_size)} on disk, ")
@@ -64,9 +67,55 @@ class TestConvert:
         result = run("convert", pictures, tmp_path / "out.lmdb", "--on-error", "stop", "-q")
         assert (
             error_line(result, 1)
-            == "packshift: bee/bad.jpg: empty file (0 bytes). Nothing was written (--on-error stop)"
+            == "packshift: bee/bad.jpg: empty file (0 bytes). Nothing was published (--on-error stop). 8 of 13 pictures are "
+            "kept, and the same command carries on"
         )
         assert not (tmp_path / "out.lmdb").exists()
+
+    def test_dry_run_writes_nothing(self, pictures: Path, tmp_path: Path, suffix: str) -> None:
+        (pictures / "bee" / "bad.jpg").touch()
+        target = tmp_path / f"out{suffix}"
+        result = run("convert", pictures, target, "--dry-run")
+        assert result.exit_code == 0
+        first, second = result.stdout.splitlines()
+        assert re.fullmatch(r"forecast: [\d.]+ MB on disk \([\d.,]+ .B are free\), about .* s", first)
+        assert second == "1 of 13 pictures tried cannot be read"
+        assert list(tmp_path.iterdir()) == [pictures]
+        outlook = json.loads(run("convert", pictures, target, "--dry-run", "--json").stdout)
+        assert (outlook["pictures"], outlook["sampled"], outlook["unreadable"]) == (13, 13, 1)
+        assert outlook["seconds"] > 0
+
+    @pytest.mark.parametrize("size", ["256", "100x50", "32", "none"])
+    def test_the_forecast_size_is_within_5_percent(
+        self, pictures: Path, tmp_path: Path, suffix: str, size: str
+    ) -> None:
+        for number in range(100):
+            save(pictures / "ant" / f"large {number}.jpg", formula_picture(100, 100 + number))
+        target = tmp_path / f"out{suffix}"
+        outlook = json.loads(run("convert", pictures, target, "--dry-run", "--json", "--size", size).stdout)
+        run("convert", pictures, target, "--size", size)
+        assert outlook["store_bytes"] == pytest.approx(target.stat().st_size, rel=0.05)
+
+    def test_a_disk_that_cannot_hold_the_store(
+        self, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(planning, "_free_bytes", lambda target: 2_000_000)
+        line = error_line(run("convert", pictures, tmp_path / "out.lmdb", "-q"), 1)
+        assert "the store will take about 2.4 MB, and only 2.0 MB are free in" in line
+        assert line.endswith("make room, write elsewhere, choose a smaller size, or start nevertheless with --force")
+        assert run("convert", pictures, tmp_path / "out.lmdb", "-q", "--force").exit_code == 0
+
+    def test_too_many_errors(self, pictures: Path, tmp_path: Path) -> None:
+        for name in ("bad 1.jpg", "bad 2.jpg"):
+            (pictures / "bee" / name).touch()
+        line = error_line(run("convert", pictures, tmp_path / "out.lmdb", "-q", "--max-errors", "1"), 1)
+        assert line.startswith(
+            "packshift: 2 pictures cannot be read, more than the 1 that --max-errors allows; the last"
+        )
+        assert run("convert", pictures, tmp_path / "out.lmdb", "-q", "--max-errors", "20%").exit_code == 3
+        assert "expected a number of files such as 10" in error_line(
+            run("convert", pictures, tmp_path / "2.lmdb", "--max-errors", "few"), 2
+        )
 
     def test_json(self, pictures: Path, tmp_path: Path) -> None:
         (pictures / "bee" / "bad\udcff.jpg").touch()

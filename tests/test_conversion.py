@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,10 +17,10 @@ import numpy as np
 import pytest
 from helpers import SAMPLE_PHOTOS, encoded, formula_picture, image_folder_samples, make_folder, resize_and_crop, save
 
-from packshift import convert, preprocess
-from packshift.conversion import BATCH, _batches
+from packshift import conversion, convert, preprocess
 from packshift.errors import ImageError, SourceError, TargetError, UsageError
 from packshift.preprocess import NOTES
+from packshift.record import Sample
 from packshift.stores import _partial
 from packshift.stores._partial import partial_file, partial_path
 from packshift.stores._reader import Reader
@@ -52,11 +53,6 @@ def test_the_same_bytes_for_any_number_of_jobs(tmp_path: Path, suffix: str) -> N
         assert convert(root, target, size=32, jobs=jobs).written == 79
         stores.append(target.read_bytes())
     assert stores[0] == stores[1] == stores[2]
-
-
-@pytest.mark.parametrize(("count", "jobs"), [(1, 1), (3, 2), (BATCH * 5 + 1, 1), (200, 3), (17, 64)])
-def test_batches_cover_everything_once_in_order(count: int, jobs: int) -> None:
-    assert [index for batch in _batches(count, jobs) for index in batch] == list(range(count))
 
 
 def test_the_store_does_not_depend_on_where_the_source_lies(tmp_path: Path, suffix: str) -> None:
@@ -107,10 +103,34 @@ class TestBadFiles:
         assert all(reader.pixels(index).any() for index in range(6))
 
     def test_stop(self, source: Path, tmp_path: Path) -> None:
-        with pytest.raises(ImageError, match=r"^a/empty\.jpg: empty file"):
+        with pytest.raises(ImageError, match=r"^a/empty\.jpg: empty file .*3 of 9 pictures are kept"):
             convert(source, tmp_path / "out.lmdb", on_error="stop")
         assert not (tmp_path / "out.lmdb").exists()
-        assert leftovers(tmp_path) == []
+        save(source / "a" / "empty.jpg", formula_picture(50, 50))
+        with pytest.raises(ImageError, match=r"^b/cut\.jpg"):
+            convert(source, tmp_path / "out.lmdb", on_error="stop")
+        (source / "b" / "cut.jpg").unlink()
+        with pytest.raises(TargetError, match=r"pictures was 9, now 8; files were added, removed or renamed"):
+            convert(source, tmp_path / "out.lmdb", on_error="stop")
+
+    @pytest.mark.parametrize("limit", [2, "2", "30%", "22.3%"])
+    def test_more_than_the_limit(self, source: Path, tmp_path: Path, limit: int | str) -> None:
+        with pytest.raises(
+            ImageError, match=r"^3 pictures cannot be read, more than the 2 that --max-errors allows; .*b/gone\.jpg"
+        ):
+            convert(source, tmp_path / "out.lmdb", max_errors=limit)
+        assert not (tmp_path / "out.lmdb").exists()
+
+    @pytest.mark.parametrize("limit", [3, "34%"])
+    def test_just_within_the_limit(self, source: Path, tmp_path: Path, limit: int | str) -> None:
+        assert len(convert(source, tmp_path / "out.lmdb", max_errors=limit).skipped) == 3
+
+    @pytest.mark.parametrize("limit", ["many", "-1", "101%", "1.5", True, "nan%", ""])
+    def test_limits_that_cannot_be_right(self, source: Path, tmp_path: Path, limit: object) -> None:
+        with pytest.raises(
+            UsageError, match=r"^max_errors .*: expected a number of files such as 10, or a share such as 5%"
+        ):
+            convert(source, tmp_path / "out.lmdb", max_errors=limit)
 
     def test_nothing_readable(self, tmp_path: Path) -> None:
         (tmp_path / "src" / "a").mkdir(parents=True)
@@ -127,22 +147,24 @@ class TestWhatIsNotTheFilesFault:
     """Too little memory or too many open files end the run: skipping pictures for it would give another store each time."""
 
     def test_no_memory(self, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fail(*_: object) -> None:
-            raise MemoryError
-
-        monkeypatch.setattr(preprocess, "_decode", fail)
+        monkeypatch.setattr(conversion, "LOADER", "faulty_loaders:no_memory")
         with pytest.raises(MemoryError):
             convert(pictures, tmp_path / "out.lmdb")
         assert leftovers(tmp_path) == []
 
     def test_too_many_open_files(self, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(conversion, "LOADER", "faulty_loaders:too_many_open_files")
+        with pytest.raises(SourceError, match=r"ant/000\d\.jpg: Too many open files: use fewer jobs"):
+            convert(pictures, tmp_path / "out.lmdb")
+        assert leftovers(tmp_path) == []
+
+    def test_too_many_open_files_is_told_from_a_bad_file(self, pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*_: object, **__: object) -> None:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
         monkeypatch.setattr(preprocess, "open", fail, raising=False)
         with pytest.raises(SourceError, match=r"ant/0000\.jpg: Too many open files: use fewer jobs"):
-            convert(pictures, tmp_path / "out.lmdb")
-        assert leftovers(tmp_path) == []
+            preprocess.load_record(str(pictures), Sample("ant/0000.jpg", 0), preprocess.Preprocessing())
 
 
 class TestTarget:
@@ -179,6 +201,8 @@ class TestTarget:
         with pytest.raises(TargetError, match="appeared while the conversion ran"):
             convert(pictures, target, progress=lambda done, total: target.write_bytes(b"mine"))
         assert target.read_bytes() == b"mine"
+        os.unlink(target)
+        assert convert(pictures, target).carried_on == 12
         assert leftovers(tmp_path) == []
 
     def test_what_cannot_be_a_target(self, pictures: Path, tmp_path: Path) -> None:
@@ -252,7 +276,7 @@ class TestFullDisk:
         return room
 
     @pytest.mark.parametrize("room", [0, 10_000, 60_000, 115_000])
-    def test_one_line_nothing_left_and_the_old_store_kept(
+    def test_one_line_the_old_store_kept_and_carried_on_once_there_is_room(
         self, room: int, disk: list[int], pictures: Path, tmp_path: Path, suffix: str
     ) -> None:
         """At the first byte, among the records, and while the index is written."""
@@ -265,6 +289,12 @@ class TestFullDisk:
         with pytest.raises(TargetError, match=r"the disk is full after .* MB were written; make room in") as caught:
             convert(pictures, target, size=48, overwrite=True)
         assert "\n" not in str(caught.value)
+        assert target.read_bytes() == before
+        kept = re.search(r"(\d+) of 12 pictures are kept, and the same command carries on", str(caught.value))
+        assert bool(kept) == bool(leftovers(tmp_path)) == (room > 10_000)
+        disk[0] = 10**9
+        report = convert(pictures, target, size=48, overwrite=True)
+        assert report.carried_on == (int(kept[1]) if kept else 0)
         assert target.read_bytes() == before
         assert leftovers(tmp_path) == []
 
@@ -288,7 +318,7 @@ class TestKilled:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         partial = partial_path(target)
         deadline = time.monotonic() + 60
-        while not partial.exists() or partial.stat().st_size < 300_000:
+        while not partial.exists() or partial.stat().st_size < 3_000_000:
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.002)
@@ -298,7 +328,7 @@ class TestKilled:
     def source(self, tmp_path: Path) -> Path:
         large = save(tmp_path / "large.jpg", formula_picture(900, 1200))
         (tmp_path / "src" / "a").mkdir(parents=True)
-        for number in range(400):
+        for number in range(60):
             os.link(large, tmp_path / "src" / "a" / f"{number}.jpg")
         return tmp_path / "src"
 
@@ -311,21 +341,25 @@ class TestKilled:
         process.communicate()
         assert process.returncode == -signal.SIGKILL
         assert not target.exists()
-        for path in list((source / "a").iterdir())[20:]:
-            path.unlink()
-        assert convert(source, target, size=32).written == 20
+        kept = convert(source, target, size=256, jobs=2, overwrite=True)
+        assert kept.written == 60
+        assert kept.carried_on > 0
         assert leftovers(tmp_path) == []
-        assert len(Reader(target)) == 20
+        assert convert(source, tmp_path / f"undisturbed{suffix}").written == 60
+        assert target.read_bytes() == (tmp_path / f"undisturbed{suffix}").read_bytes()
 
-    def test_ctrl_c_is_one_line_and_leaves_nothing(self, source: Path, tmp_path: Path) -> None:
+    def test_ctrl_c_is_one_line_that_says_what_is_kept(self, source: Path, tmp_path: Path) -> None:
         process = self.start(source, tmp_path / "out.lmdb")
         process.send_signal(signal.SIGINT)
         _, log = process.communicate(timeout=60)
         assert process.returncode == 1
-        assert log.splitlines()[-1] == "packshift: interrupted: nothing was published; the same command starts again"
+        assert re.search(
+            r"^packshift: interrupted: nothing was published; \d+ of 60 pictures are kept, and the same command carries on$",
+            log.splitlines()[-1],
+        )
         assert "Traceback" not in log
         assert not (tmp_path / "out.lmdb").exists()
-        assert leftovers(tmp_path) == []
+        assert leftovers(tmp_path) == [".out.lmdb.journal", ".out.lmdb.partial"]
 
 
 def test_arguments_that_cannot_be_right(pictures: Path, tmp_path: Path) -> None:

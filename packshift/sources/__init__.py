@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pkgutil
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -50,14 +51,14 @@ def get_layout(name: str) -> Layout:
     return found
 
 
-def scan(root: str | os.PathLike[str], layout: str = AUTO) -> Listing:
-    """List the pictures under `root`.
+def scan(root: str | os.PathLike[str], layout: str = AUTO, progress: Callable[[int], None] | None = None) -> Listing:
+    """List the pictures under `root`, calling `progress` with the number of files found so far now and then.
 
     Raises SourceError where the folder is missing, unreadable or holds no picture.
     """
     from packshift.sources._tree import read_tree
 
-    tree = read_tree(Path(root))
+    tree = read_tree(Path(root), progress)
     candidates = [get_layout(name) for name in (layout_names() if layout == AUTO else [layout])]
     chosen = next((candidate for candidate in candidates if layout != AUTO or candidate.fits(tree)), None)
     listing = chosen.arrange(tree) if chosen is not None else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +29,7 @@ LOOP = "folders that lead back into themselves"
 OUTSIDE_CLASS = "pictures beside the class folders"
 
 _EXAMPLES = 3
+_PROGRESS_STEP = 1000
 
 
 @dataclass
@@ -63,8 +64,11 @@ class Tree:
         return {reason: tuple(names) for reason, names in self._examples.items()}
 
 
-def read_tree(root: Path) -> Tree:
-    """Walk `root` once. Raises SourceError where it, or a folder in it, cannot be read."""
+def read_tree(root: Path, progress: Callable[[int], None] | None = None) -> Tree:
+    """Walk `root` once, calling `progress` with the number of files found, every thousand files.
+
+    Raises SourceError where the root, or a folder in it, cannot be read.
+    """
     tree = Tree(root)
     try:
         is_folder = stat.S_ISDIR(os.stat(root).st_mode)
@@ -74,13 +78,14 @@ def read_tree(root: Path) -> Tree:
         raise SourceError(f"source folder {root} cannot be read: {error.strerror}") from error
     if not is_folder:
         raise SourceError(f"source {root} is not a folder: expected a folder of pictures")
-    _walk(tree, os.fsencode(root), b"", ())
+    _walk(tree, os.fsencode(root), progress or (lambda _: None))
     return tree
 
 
-def _walk(tree: Tree, folder: bytes, prefix: bytes, above: tuple[tuple[int, int], ...]) -> None:
+def _walk(tree: Tree, root: bytes, progress: Callable[[int], None]) -> None:
     # Explicit stack: a folder can be nested deeper than Python likes to recurse.
-    waiting = [(folder, prefix, above)]
+    waiting: list[tuple[bytes, bytes, tuple[tuple[int, int], ...]]] = [(root, b"", ())]
+    found = 0
     while waiting:
         folder, prefix, above = waiting.pop()
         here = _identity(folder)
@@ -88,6 +93,9 @@ def _walk(tree: Tree, folder: bytes, prefix: bytes, above: tuple[tuple[int, int]
             tree.ignore(LOOP, prefix)
             continue
         for entry in _entries(folder):
+            found += 1
+            if found % _PROGRESS_STEP == 0:
+                progress(found)
             path = prefix + b"/" + entry.name if prefix else entry.name
             if entry.name.startswith(b".") or entry.name in _JUNK:
                 tree.ignore(HIDDEN, path)

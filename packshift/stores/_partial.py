@@ -1,7 +1,7 @@
 """The file under construction: beside the target, locked, and given the target's name only when it is whole.
 
 It is called `.NAME.partial`, always the same, so that what a killed run left is found and taken over instead of piling
-up. The lock goes with the process, however that ends.
+up. The lock goes with the process, however that ends. Its journal (`packshift.journal`) lies beside it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class PartialFile:
         self.path = path
         self.target = target
         self.fd = fd
+        self.keep = False
 
     def write_at(self, offset: int, *buffers: ReadableBuffer) -> int:
         """Write the buffers one after another from `offset` on; return the offset behind them."""
@@ -81,9 +82,13 @@ class PartialFile:
             written = os.fstat(self.fd).st_size
             return TargetError(
                 f"{self.target}: the disk is full after {written / 1e6:,.1f} MB were written; "
-                f"make room in {folder} or write elsewhere. Nothing was published and the partial file is removed"
+                f"make room in {folder} or write elsewhere. Nothing was published"
             )
         return TargetError(f"{self.target}: writing failed: {error.strerror}. Nothing was published")
+
+    def is_in_place(self) -> bool:
+        """Whether the file still has the partial file's name: not once it was published."""
+        return _is_named(self.fd, self.path)
 
     def publish(self, *, overwrite: bool) -> None:
         """Wait until the file is on disk, then give it its name; an old store keeps the name up to that moment."""
@@ -95,18 +100,16 @@ class PartialFile:
                 os.replace(self.path, self.target)
             else:
                 self._name_if_free()
-            folder = os.open(self.target.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            sync_folder(self.target.parent)
         except FileExistsError:
             raise self._taken() from None
         except OSError as error:
             raise self.failure(error) from error
 
     def _taken(self) -> TargetError:
-        return TargetError(f"{self.target} appeared while the conversion ran; it was left as it is")
+        return TargetError(
+            f"{self.target} appeared while the conversion ran; it was left as it is: move it away, or add --overwrite"
+        )
 
     def _name_if_free(self) -> None:
         """Rename without replacing: a hard link fails where the name is taken, which a rename would not."""
@@ -120,17 +123,29 @@ class PartialFile:
             os.unlink(self.path)
 
 
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 @contextmanager
 def partial_file(target: Path) -> Iterator[PartialFile]:
-    """Open the partial file of `target`, empty and locked; remove it at the end unless it was published."""
+    """Open the partial file of `target`, locked, with what an earlier run left in it.
+
+    It is removed at the end unless it was published or `keep` was set.
+    """
     path = partial_path(target)
     fd = _open_locked(path, target)
+    file = PartialFile(path, target, fd)
     try:
         try:
-            os.ftruncate(fd, 0)
-            yield PartialFile(path, target, fd)
+            yield file
         finally:
-            if _is_named(fd, path):
+            if not file.keep and _is_named(fd, path):
                 with suppress(FileNotFoundError):
                     os.unlink(path)
     finally:

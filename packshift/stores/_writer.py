@@ -7,15 +7,18 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from packshift.record import Names, Record, Skipped, bytes_of, encode_name
+from packshift.record import Entry, Names, Record, Skipped, bytes_of, encode_name
 from packshift.stores._format import UNFINISHED, Format, Payload
 from packshift.stores._header import encode
 from packshift.stores._partial import PartialFile
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 _WRITE_BACK_BYTES = 8 << 20
 
@@ -55,7 +58,7 @@ class Writer:
     """Appends records; index `i` of the store is the i-th `append`.
 
     `shape` is (H, W, 3) where every record has it, or None where each keeps its own. A record is on its way to the
-    disk when `append` returns; nothing but a few numbers per record is kept in memory.
+    disk when `append` or `add` returns; nothing but a few numbers per record is kept in memory.
     """
 
     def __init__(self, file: PartialFile, format: Format, shape: tuple[int, int, int] | None) -> None:
@@ -83,33 +86,65 @@ class Writer:
         return len(self._labels)
 
     @property
+    def end(self) -> int:
+        """Byte offset behind the last record."""
+        return self._next
+
+    @property
     def payload_bytes(self) -> int:
         """Bytes of pixels and their frames so far."""
         return self._next - self._start
 
     def append(self, record: Record) -> None:
-        pixels = record.pixels
-        if self._shape is not None and pixels.shape != self._shape:
-            raise ValueError(f"{record.name}: expected a record of shape {self._shape}, got {pixels.shape}")
-        data = bytes_of(pixels)
-        front, behind = self._format.frame(self._next, len(data))
-        offset = self._next + len(front)
-        self._next = self._file.write_at(self._next, front, data, bytes(behind))
-        if self._first_payload is None:
-            self._first_payload = offset
+        self.add(record.name, record.label, Entry.of(record), bytes_of(record.pixels))
+
+    def add(self, name: str, label: int, entry: Entry, data: ReadableBuffer) -> None:
+        """Write the next record; `data` are the bytes of its pixels, `entry.nbytes` of them."""
+        self._check_shape(name, entry)
+        front, behind = self._format.frame(self._next, entry.nbytes)
+        end = self._file.write_at(self._next, front, data, bytes(behind))
+        self._note(name, label, entry)
+        if self._next != end:
+            raise ValueError(f"{name}: expected {entry.nbytes} bytes for shape {entry.shape}, got others")
         if self._next - self._writing_back > _WRITE_BACK_BYTES:
             self._file.start_writing_back(self._writing_back, self._next)
             self._writing_back = self._next
+
+    def take_over(self, name: str, label: int, entry: Entry, *, check: bool) -> bool:
+        """Count a record that an earlier run wrote in this place. With `check`, only if its bytes are there."""
+        self._check_shape(name, entry)
+        if check:
+            front, behind = self._format.frame(self._next, entry.nbytes)
+            found = self._file.read_at(self._next, len(front) + entry.nbytes + behind)
+            data = memoryview(found)[len(front) : len(front) + entry.nbytes]
+            whole = len(found) == len(front) + entry.nbytes + behind and not any(found[len(front) + entry.nbytes :])
+            if not whole or not found.startswith(front) or zlib.crc32(data) != entry.crc32:
+                return False
+        self._note(name, label, entry)
+        self._writing_back = self._next
+        return True
+
+    def _check_shape(self, name: str, entry: Entry) -> None:
+        if self._shape is not None and entry.shape != self._shape:
+            raise ValueError(f"{name}: expected a record of shape {self._shape}, got {entry.shape}")
+
+    def _note(self, name: str, label: int, entry: Entry) -> None:
+        """Count the record that lies at `_next`."""
+        front, behind = self._format.frame(self._next, entry.nbytes)
+        offset = self._next + len(front)
+        self._next = offset + entry.nbytes + behind
+        if self._first_payload is None:
+            self._first_payload = offset
         self._offsets.append(offset - self._first_payload)
-        self._shapes.extend(pixels.shape)
-        self._labels.append(record.label)
-        self._checksums.append(zlib.crc32(data))
-        self._source_sizes.append(record.source_size)
-        self._original_sizes.extend(record.original_size)
-        self._source_checksums.append(record.source_crc32)
-        self._names += encode_name(record.name)
+        self._shapes.extend(entry.shape)
+        self._labels.append(label)
+        self._checksums.append(entry.crc32)
+        self._source_sizes.append(entry.source_size)
+        self._original_sizes.extend(entry.original_size)
+        self._source_checksums.append(entry.source_crc32)
+        self._names += encode_name(name)
         self._name_offsets.append(len(self._names))
-        self._notes.update(record.notes)
+        self._notes.update(entry.notes)
 
     def skip(self, skipped: Skipped) -> None:
         """Remember a source file that gave no record."""

@@ -1,0 +1,218 @@
+"""What a conversion has finished, so that another run can carry on from there.
+
+The journal lies beside the partial file and belongs to it (its first line says which file, by device and inode). Each
+line is a JSON document with its CRC-32 in front, so a line that was cut off ends the journal. The first line describes
+the conversion: everything that decides about the store's bytes. Each further line holds outcomes, in order:
+
+    [shape, crc32, source size, source mtime in ns, source crc32, original size, notes, messages]   a record
+    [reason, source size, source mtime in ns, messages]                                             a skipped file
+
+or the number of outcomes whose records are known to be on disk. Those are trusted; the records behind them, which a
+power failure may have lost, are compared with their checksums before they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from threading import Lock
+from time import monotonic
+from typing import Any
+
+from packshift.record import Entry
+from packshift.stores._partial import PartialFile, sync_folder
+
+SECONDS_PER_LINE = 0.2
+OUTCOMES_PER_LINE = 256
+SECONDS_PER_SYNC = 10.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one listed file: `entry`, or the `reason` why it was skipped; what its decoder printed.
+
+    Size (bytes) and mtime (ns) of the source file tell later whether it is still the same; -1 where there is no file.
+    """
+
+    entry: Entry | None
+    reason: str
+    source_size: int
+    source_mtime_ns: int
+    messages: tuple[str, ...]
+
+    def to_json(self) -> list[Any]:
+        if self.entry is not None:
+            return [*self.entry, self.messages]
+        return [self.reason, self.source_size, self.source_mtime_ns, self.messages]
+
+    @classmethod
+    def from_json(cls, values: list[Any]) -> Outcome:
+        if isinstance(values[0], str):
+            reason, size, mtime, messages = values
+            return cls(None, reason, size, mtime, tuple(messages))
+        shape, crc32, size, mtime, source_crc32, original_size, notes, messages = values
+        entry = Entry(tuple(shape), crc32, size, mtime, source_crc32, tuple(original_size), tuple(notes))
+        return cls(entry, "", size, mtime, tuple(messages))
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The journal that an earlier run left: its description, how many outcomes it has and how many are surely on disk."""
+
+    path: Path
+    description: Mapping[str, Any]
+    count: int
+    synced: int
+
+    def lines(self) -> Iterator[tuple[list[Outcome], int]]:
+        """(outcomes, byte offset behind them in the journal), a few hundred at a time."""
+        for line, end in islice(_whole_lines(self.path), 1, None):
+            if isinstance(line, list):
+                yield [Outcome.from_json(values) for values in line], end
+
+
+def journal_path(partial: Path) -> Path:
+    return partial.with_name(partial.name.removesuffix("partial") + "journal")
+
+
+def earlier_journal(file: PartialFile) -> Earlier | None:
+    """The journal of a partial file; None where there is none that belongs to it."""
+    path = journal_path(file.path)
+    lines = (line for line, _ in _whole_lines(path))
+    first = next(lines, None)
+    if not isinstance(first, dict) or first.get("file") != _identity(file):
+        return None
+    count = synced = 0
+    for line in lines:
+        if isinstance(line, list):
+            count += len(line)
+        else:
+            synced = min(line, count)
+    return Earlier(path, first["conversion"], count, synced)
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[Any, int]]:
+    """(value, byte offset behind its line) up to the first line that is not whole."""
+    end = 0
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                checksum, _, text = line.partition(b" ")
+                if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
+                    return
+                end += len(line)
+                yield json.loads(text), end
+    except FileNotFoundError:
+        return
+
+
+def _line(value: Any) -> bytes:
+    text = json.dumps(value, separators=(",", ":")).encode() + b"\n"
+    return b"%08x " % zlib.crc32(text) + text
+
+
+def _identity(file: PartialFile) -> list[int]:
+    found = os.fstat(file.fd)
+    return [found.st_dev, found.st_ino]
+
+
+class Journal:
+    """Writes the journal of a partial file: anew, or behind the first `keep` bytes of the one that is there."""
+
+    def __init__(self, file: PartialFile, description: Mapping[str, Any], *, keep: int | None = None) -> None:
+        self._file = file
+        self.path = journal_path(file.path)
+        self._waiting: list[list[Any]] = []
+        self._ends: list[int] = []  # where the records of the waiting outcomes end in the partial file
+        self._count = 0
+        self._last_line = self._last_sync = monotonic()
+        self._syncing: Future[None] | None = None
+        self._lock = Lock()
+        try:
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            os.ftruncate(self._fd, keep or 0)
+            if keep is None:
+                self._append({"file": _identity(file), "conversion": description})
+        except OSError as error:
+            raise file.failure(error) from error
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="packshift-sync")
+
+    def took_over(self, count: int) -> None:
+        """Say how many outcomes the part kept of an earlier journal holds."""
+        self._count = count
+
+    def add(self, outcome: Outcome, end: int) -> None:
+        """Note an outcome; the records up to and with it end at byte `end` of the partial file and are written.
+
+        It is in the journal a fraction of a second later.
+        """
+        self._waiting.append(outcome.to_json())
+        self._ends.append(end)
+        now = monotonic()
+        if now - self._last_line < SECONDS_PER_LINE and len(self._waiting) < OUTCOMES_PER_LINE:
+            return
+        self._last_line = now
+        try:
+            self._flush()
+            if now - self._last_sync > SECONDS_PER_SYNC and (self._syncing is None or self._syncing.done()):
+                self._last_sync = now
+                self._check_syncing()
+                self._syncing = self._pool.submit(self._sync, self._count)
+        except OSError as error:
+            raise self._file.failure(error) from error
+
+    def _flush(self) -> None:
+        if self._waiting:
+            self._append(self._waiting)
+            self._count += len(self._waiting)
+            self._waiting = []
+            self._ends = []
+
+    def _append(self, value: Any) -> None:
+        """One line, whole or not at all."""
+        with self._lock:
+            size = os.fstat(self._fd).st_size
+            line = memoryview(_line(value))
+            try:
+                while line:
+                    line = line[os.write(self._fd, line) :]
+            except OSError:
+                os.ftruncate(self._fd, size)
+                raise
+
+    def _sync(self, count: int) -> None:
+        os.fdatasync(self._file.fd)
+        self._append(count)
+        os.fsync(self._fd)
+        sync_folder(self.path.parent)
+
+    def _check_syncing(self) -> None:
+        if self._syncing is not None:
+            done, self._syncing = self._syncing, None
+            done.result()
+
+    def close(self) -> int:
+        """Write what waits and stop; return how many outcomes the journal holds.
+
+        Where the disk is full, the last records make room for the line that says that the others are there.
+        """
+        while self._waiting:
+            try:
+                self._flush()
+            except OSError:
+                self._waiting.pop()
+                self._ends.pop()
+                if self._ends:
+                    self._file.resize(self._ends[-1])
+        self._pool.shutdown()
+        os.close(self._fd)
+        return self._count
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)

@@ -1,0 +1,303 @@
+"""A conversion that ended early, however it ended, is carried on, and the store is what an undisturbed run gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import formula_picture, make_folder, save
+
+from packshift import conversion, convert, journal
+from packshift.errors import Interrupted, TargetError
+from packshift.journal import journal_path
+from packshift.stores._partial import PartialFile, partial_path
+from packshift.stores._reader import Reader
+
+COUNT = 40
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    root = make_folder(tmp_path / "src", ["a", "b"], COUNT // 2)
+    (root / "a" / "0005.jpg").write_bytes(b"broken")
+    return root
+
+
+@pytest.fixture
+def undisturbed(source: Path, tmp_path: Path, suffix: str) -> bytes:
+    convert(source, tmp_path / f"undisturbed{suffix}", size=32)
+    return (tmp_path / f"undisturbed{suffix}").read_bytes()
+
+
+@pytest.fixture
+def target(tmp_path: Path, suffix: str) -> Path:
+    return tmp_path / f"out{suffix}"
+
+
+def interrupt_at(picture: int) -> Callable[[int, int], None]:
+    def progress(done: int, total: int) -> None:
+        if done == picture:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def leave_unfinished(source: Path, target: Path, picture: int = 25) -> None:
+    with pytest.raises(Interrupted, match=f"nothing was published; {picture} of 40 pictures are kept"):
+        convert(source, target, size=32, progress=interrupt_at(picture))
+    assert not target.exists()
+
+
+def assert_carried_on(source: Path, target: Path, undisturbed: bytes, pictures: int) -> None:
+    lines: list[str] = []
+    report = convert(source, target, size=32, log=lines.append)
+    assert report.carried_on == pictures
+    assert report.found == COUNT
+    assert [skipped.path for skipped in report.skipped] == ["a/0005.jpg"]
+    assert target.read_bytes() == undisturbed
+    assert not partial_path(target).exists()
+    assert not journal_path(partial_path(target)).exists()
+    said = f"carrying on: {pictures} of 40 pictures were finished by an earlier run"
+    assert (said in lines) == (pictures > 0)
+
+
+@pytest.mark.parametrize("picture", [1, 6, 7, 25, 40])
+def test_carries_on_where_it_stopped(source: Path, target: Path, undisturbed: bytes, picture: int) -> None:
+    leave_unfinished(source, target, picture)
+    assert_carried_on(source, target, undisturbed, picture)
+
+
+def test_stopped_many_times(source: Path, target: Path, undisturbed: bytes) -> None:
+    for picture in range(3, COUNT, 7):
+        leave_unfinished(source, target, picture)
+    assert_carried_on(source, target, undisturbed, 38)
+
+
+def test_own_sizes(source: Path, tmp_path: Path, suffix: str) -> None:
+    convert(source, tmp_path / f"whole{suffix}", size=None)
+    target = tmp_path / f"out{suffix}"
+    with pytest.raises(Interrupted):
+        convert(source, target, size=None, progress=interrupt_at(20))
+    assert convert(source, target, size=None).carried_on == 20
+    assert target.read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+
+
+def test_an_unfinished_file_is_not_taken_for_a_store(source: Path, target: Path) -> None:
+    leave_unfinished(source, target)
+    with pytest.raises(OSError, match="unfinished"):
+        Reader(partial_path(target))
+
+
+class TestStoppedAtTheEnd:
+    """The last steps: side arrays, header, index, waiting for the disk, the name."""
+
+    @pytest.mark.parametrize("step", ["sync", "publish"])
+    def test_all_pictures_are_kept(
+        self, source: Path, target: Path, undisturbed: bytes, monkeypatch: pytest.MonkeyPatch, step: str
+    ) -> None:
+        def stop(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PartialFile, step, stop)
+            with pytest.raises(Interrupted, match="40 of 40 pictures are kept"):
+                convert(source, target, size=32)
+        assert_carried_on(source, target, undisturbed, 40)
+
+    def test_while_the_index_is_written(
+        self, source: Path, target: Path, undisturbed: bytes, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A power failure at every write after the last record: what is on disk then carries on."""
+        real = PartialFile.write_at
+        state = {"finishing": False, "writes": 0, "allowed": 0}
+
+        def write(self: PartialFile, offset: int, *buffers: bytes) -> int:
+            state["writes"] += state["finishing"]
+            if state["writes"] > state["allowed"]:
+                raise KeyboardInterrupt
+            return real(self, offset, *buffers)
+
+        monkeypatch.setattr(PartialFile, "write_at", write)
+        while not target.exists():
+            state.update(finishing=False, writes=0)
+            try:
+                convert(source, target, size=32, progress=lambda done, total: state.update(finishing=done == total))
+            except KeyboardInterrupt:
+                state["allowed"] += 3
+        assert state["allowed"] > 3
+        assert target.read_bytes() == undisturbed
+
+    def test_killed_between_publishing_and_removing_the_journal(
+        self, source: Path, target: Path, undisturbed: bytes, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(journal.Journal, "remove", lambda self: None)
+            convert(source, target, size=32)
+        assert journal_path(partial_path(target)).exists()
+        os.unlink(target)
+        assert_carried_on(source, target, undisturbed, 0)
+
+
+class TestWhatCannotBeTrusted:
+    def test_other_settings_are_named_and_nothing_is_lost(self, source: Path, target: Path, undisturbed: bytes) -> None:
+        leave_unfinished(source, target)
+        with pytest.raises(TargetError, match=r"holds 25 finished pictures of a conversion that differs: size was "):
+            convert(source, target, size=48)
+        with pytest.raises(TargetError, match=r"fit was crop, now pad. Run that one again .* or add --restart"):
+            convert(source, target, size=32, fit="pad")
+        assert_carried_on(source, target, undisturbed, 25)
+
+    def test_other_files_are_named_and_nothing_is_lost(self, source: Path, target: Path, undisturbed: bytes) -> None:
+        leave_unfinished(source, target)
+        added = save(source / "b" / "added.jpg", formula_picture(40, 40))
+        with pytest.raises(TargetError, match="files were added, removed or renamed"):
+            convert(source, target, size=32)
+        os.rename(added, source / "b" / "0000.jpg")
+        os.utime(source / "b" / "0000.jpg")
+        assert convert(source, target, size=32).carried_on == 20
+
+    def test_a_new_class_changes_labels(self, source: Path, target: Path, undisturbed: bytes) -> None:
+        leave_unfinished(source, target)
+        (source / "0 first").mkdir()
+        with pytest.raises(TargetError, match="or other classes hold them"):
+            convert(source, target, size=32)
+
+    def test_other_tools(self, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        leave_unfinished(source, target)
+        real = conversion.tool_versions()
+        monkeypatch.setattr(conversion, "tool_versions", lambda: {**real, "pillow": "99"})
+        with pytest.raises(TargetError, match=r"pillow was .*, now 99"):
+            convert(source, target, size=32)
+
+    def test_restart_throws_it_away(self, source: Path, target: Path, undisturbed: bytes) -> None:
+        leave_unfinished(source, target)
+        assert convert(source, target, size=32, restart=True).carried_on == 0
+        assert target.read_bytes() == undisturbed
+
+    @pytest.mark.parametrize("changed", ["a/0003.jpg", "a/0005.jpg", "b/0004.jpg"])
+    def test_a_file_that_has_changed_and_all_behind_it_are_read_again(
+        self, source: Path, target: Path, suffix: str, tmp_path: Path, changed: str
+    ) -> None:
+        leave_unfinished(source, target)
+        save(source / changed, formula_picture(70, 70, seed=5))
+        lines: list[str] = []
+        report = convert(source, target, size=32, log=lines.append)
+        assert report.carried_on == {"a/0003.jpg": 3, "a/0005.jpg": 5, "b/0004.jpg": 24}[changed]
+        assert lines[0] == f"{changed} has changed since an earlier run read it"
+        convert(source, tmp_path / f"new{suffix}", size=32)
+        assert target.read_bytes() == (tmp_path / f"new{suffix}").read_bytes()
+
+    def test_records_that_a_power_failure_lost(self, source: Path, target: Path, undisturbed: bytes) -> None:
+        """Nothing was synced: the journal says 25, but from record 10 on the disk has zeros."""
+        leave_unfinished(source, target)
+        with open(partial_path(target), "r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(size * 10 // 25)
+            file.write(bytes(size - file.tell()))
+        report = convert(source, target, size=32)
+        assert 0 < report.carried_on < 12
+        assert target.read_bytes() == undisturbed
+
+    def test_a_partial_file_that_is_too_short(self, source: Path, target: Path, undisturbed: bytes) -> None:
+        leave_unfinished(source, target)
+        os.truncate(partial_path(target), os.path.getsize(partial_path(target)) // 2)
+        report = convert(source, target, size=32)
+        assert 5 < report.carried_on < 25
+        assert target.read_bytes() == undisturbed
+
+    def test_synced_records_are_trusted_only_as_far_as_the_file_goes(
+        self, source: Path, target: Path, undisturbed: bytes
+    ) -> None:
+        leave_unfinished(source, target)
+        with open(journal_path(partial_path(target)), "ab") as file:
+            file.write(journal._line(25))
+        os.truncate(partial_path(target), os.path.getsize(partial_path(target)) // 2)
+        report = convert(source, target, size=32)
+        assert 5 < report.carried_on < 25
+        assert target.read_bytes() == undisturbed
+
+    @pytest.mark.parametrize(
+        ("damage", "kept"),
+        [
+            (lambda data: data[: len(data) // 2], range(25)),
+            (lambda data: data[:-1], range(25)),
+            (lambda data: b"", range(1)),
+            (lambda data: b"\0" * len(data), range(1)),
+            (lambda data: data[:200] + b"X" + data[201:], range(1)),
+            (lambda data: data + b"00000000 garbage\n", range(25, 26)),
+        ],
+        ids=["half", "cut", "empty", "zeros", "altered", "garbage behind"],
+    )
+    def test_a_damaged_journal(
+        self, source: Path, target: Path, undisturbed: bytes, damage: Callable[[bytes], bytes], kept: range
+    ) -> None:
+        leave_unfinished(source, target)
+        path = journal_path(partial_path(target))
+        path.write_bytes(damage(path.read_bytes()))
+        report = convert(source, target, size=32)
+        assert report.carried_on in kept
+        assert target.read_bytes() == undisturbed
+
+    def test_the_journal_of_another_file(self, source: Path, target: Path, undisturbed: bytes) -> None:
+        leave_unfinished(source, target)
+        os.unlink(partial_path(target))
+        partial_path(target).write_bytes(b"x" * 1_000_000)
+        assert_carried_on(source, target, undisturbed, 0)
+
+
+def test_messages_and_skipped_files_of_earlier_runs_are_counted(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversion, "LOADER", "faulty_loaders:chatter")
+    save(source / "a" / "0000 talk.jpg", formula_picture(40, 40))
+    with pytest.raises(Interrupted):
+        convert(source, target, size=32, progress=interrupt_at(20))
+    report = convert(source, target, size=32)
+    assert report.carried_on == 20
+    assert report.messages == {
+        "Corrupt EXIF data, expecting N bytes": 1,
+        "Corrupt JPEG data: N extraneous bytes in ...": 1,
+    }
+
+
+def test_a_sync_marks_what_is_on_disk(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "SECONDS_PER_SYNC", 0.0)
+    monkeypatch.setattr(journal, "SECONDS_PER_LINE", 0.0)
+    leave_unfinished(source, target)
+    marks = []
+    for line in journal_path(partial_path(target)).read_bytes().splitlines(keepends=True):
+        checksum, _, text = line.partition(b" ")
+        assert int(checksum, 16) == zlib.crc32(text)
+        value = json.loads(text)
+        marks += [value] if isinstance(value, int) else []
+    assert marks
+    assert marks == sorted(marks)
+    assert marks[-1] <= 25
+
+
+def test_the_journal_is_written_while_the_run_goes_on(
+    source: Path, target: Path, undisturbed: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after SIGKILL: nothing that a dying run could still do is needed."""
+    monkeypatch.setattr(journal, "SECONDS_PER_LINE", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.Journal, "close", lambda self: 25)
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, target, size=32, progress=interrupt_at(25))
+    assert_carried_on(source, target, undisturbed, 25)
+
+
+def test_the_command_says_that_it_carries_on(source: Path, target: Path) -> None:
+    leave_unfinished(source, target)
+    command = [sys.executable, "-m", "packshift", "convert", str(source), str(target), "--size", "32"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3
+    assert "carrying on: 25 of 40 pictures were finished by an earlier run" in done.stderr
+    assert "39 of 40 pictures written" in done.stdout
+    assert "25 by an earlier run" in done.stdout
