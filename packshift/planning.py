@@ -30,7 +30,6 @@ SAMPLE = 200
 
 _HEADERS = 1000  # pictures whose headers are read to forecast the size where each keeps its own
 _WORTH_SAMPLING = 100 * SAMPLE
-_FIXED_BYTES = 36 << 10  # header, index and the rounding of every side array up to a page
 _SIDE_BYTES = 68  # per record: label, checksums, sizes, offsets, and its key in an index; its name comes on top
 _OWN_SIZE_BYTES = 20  # offset and shape
 
@@ -173,7 +172,7 @@ def _timed_sample(plan: Plan) -> tuple[float, int, int]:
 
 def _store_bytes(plan: Plan) -> int:
     count = len(plan.listing)
-    start = plan.format.first_frame() + _FIXED_BYTES
+    start = plan.format.first_frame() + plan.format.fixed_bytes
     names = len(plan.listing.names.data)
     if plan.settings.shape is not None:
         height, width, channels = plan.settings.shape

@@ -101,7 +101,7 @@ class TestConvert:
     ) -> None:
         monkeypatch.setattr(planning, "_free_bytes", lambda target: 2_000_000)
         line = error_line(run("convert", pictures, tmp_path / "out.lmdb", "-q"), 1)
-        assert "the store will take about 2.4 MB, and only 2.0 MB are free in" in line
+        assert "the store will take about 2.5 MB, and only 2.0 MB are free in" in line
         assert line.endswith("make room, write elsewhere, choose a smaller size, or start nevertheless with --force")
         assert run("convert", pictures, tmp_path / "out.lmdb", "-q", "--force").exit_code == 0
 

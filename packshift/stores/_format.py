@@ -55,6 +55,8 @@ class Format(Protocol):
 
     name: str
     suffixes: tuple[str, ...]
+    fixed_bytes: int
+    """About what header, index and the rounding of side arrays take, for a forecast of a store's size."""
 
     def first_frame(self) -> int:
         """Byte offset at which the first record's frame begins."""

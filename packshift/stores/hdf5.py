@@ -155,6 +155,7 @@ class HDF5Format:
 
     name = "hdf5"
     suffixes = (".h5", ".hdf5")
+    fixed_bytes = 1 << 10
 
     def first_frame(self) -> int:
         return _pixels_offset()

@@ -200,6 +200,7 @@ class LMDBFormat:
 
     name = "lmdb"
     suffixes = (".lmdb",)
+    fixed_bytes = 36 << 10
 
     def first_frame(self) -> int:
         return 2 * PAGE
