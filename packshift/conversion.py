@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from packshift._version import __version__
+from packshift.duplicates import Duplicates, find_duplicates
 from packshift.errors import ImageError, Interrupted, PackshiftError, SourceError, StoreError, TargetError
 from packshift.journal import Earlier, Journal, Outcome, earlier_journal
 from packshift.planning import Plan, check_room, look_ahead, make_plan
@@ -50,7 +51,8 @@ class Report:
     `found` = `written` + len(`skipped`). `carried_on` of them were finished by earlier runs. Sizes are in bytes:
     `source_bytes` of the pictures written, `store_bytes` of the store. `images_per_s` counts pictures of this run over
     `seconds`, scanning and syncing included. `notes` counts pictures by what was done to them beyond the settings,
-    `messages` by what their decoders printed, `ignored` files that are not pictures, by reason.
+    `messages` by what their decoders printed. `duplicates` are files that occur under several names, `ignored` counts files
+    that are not pictures, by reason.
     """
 
     target: str
@@ -67,6 +69,7 @@ class Report:
     images_per_s: float
     notes: Mapping[str, int]
     messages: Mapping[str, int]
+    duplicates: Duplicates
     ignored: Mapping[str, int]
     ignored_examples: Mapping[str, Sequence[str]]
 
@@ -154,6 +157,7 @@ def run_plan(
         images_per_s=(len(plan.listing) - run.carried_on) / seconds,
         notes=store.info.notes,
         messages=dict(sorted(run.messages.items())),
+        duplicates=find_duplicates(store),
         ignored=plan.listing.ignored,
         ignored_examples=plan.listing.ignored_examples,
     )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from packshift.conversion import Report
+from packshift.duplicates import Duplicates, find_duplicates
 from packshift.machine import usable_memory
 from packshift.planning import Outlook, Plan
 from packshift.preprocess import NOTES
@@ -98,6 +99,7 @@ def report_text(report: Report) -> str:
         f"{report.seconds:.1f} s, {report.images_per_s:,.0f} images/s",
     ]
     lines += [f"{NOTES.get(note, note)}: {count:,}" for note, count in sorted(report.notes.items())]
+    lines += _duplicate_lines(report.duplicates)
     if report.messages:
         lines.append("decoders said, of so many pictures (N stands for numbers):")
         lines += _shortened(
@@ -107,6 +109,15 @@ def report_text(report: Report) -> str:
             "--json lists all",
         )
     return "\n".join(lines)
+
+
+def _duplicate_lines(duplicates: Duplicates) -> list[str]:
+    if not duplicates.count:
+        return []
+    other = f", {duplicates.other_label:,} of them under another label" if duplicates.other_label else ""
+    shown = "; ".join(f"{printable(later)} is {printable(first)}" for first, later in duplicates.examples)
+    more = "; ..." if duplicates.count > len(duplicates.examples) else ""
+    return [f"the same file again under another name (kept): {duplicates.count:,}{other} ({shown}{more})"]
 
 
 def _by_count(counts: Mapping[str, int]) -> list[tuple[str, int]]:
@@ -131,6 +142,7 @@ def info_json(reader: Reader) -> dict[str, Any]:
         "preprocessing": dict(info.preprocessing),
         "source": dict(info.source),
         "notes": dict(info.notes),
+        "duplicates": asdict(find_duplicates(reader)),
         "store_bytes": reader.file_size,
         "tools": dict(info.tools),
         "skipped": [asdict(skipped) for skipped in reader.skipped],
@@ -150,6 +162,7 @@ def info_text(reader: Reader, *, all_classes: bool = False, all_skipped: bool = 
             ", ".join(f"{key} {value}" for key, value in facts["preprocessing"].items() if value is not None),
         ),
         ("notes", "; ".join(f"{NOTES.get(note, note)}: {count:,}" for note, count in facts["notes"].items()) or "none"),
+        ("duplicates", _duplicates_text(facts["duplicates"])),
         ("made with", ", ".join(f"{name} {version}" for name, version in facts["tools"].items())),
         ("classes", f"{len(facts['classes']):,}" if facts["labelled"] else "none: every label is -1"),
     ]
@@ -168,6 +181,14 @@ def info_text(reader: Reader, *, all_classes: bool = False, all_skipped: bool = 
         "--skipped lists all",
     )
     return "\n".join(lines)
+
+
+def _duplicates_text(duplicates: Mapping[str, Any]) -> str:
+    if not duplicates["count"]:
+        return "none"
+    shown = "; ".join(f"{printable(later)} is {printable(first)}" for first, later in duplicates["examples"])
+    more = "; ..." if duplicates["count"] > len(duplicates["examples"]) else ""
+    return f"{duplicates['count']:,} ({duplicates['other_label']:,} under another label): {shown}{more}"
 
 
 def reading_text(reader: Reader) -> str:

@@ -402,6 +402,28 @@ def test_notes_are_counted(tmp_path: Path) -> None:
     assert set(report.notes) <= set(NOTES)
 
 
+def test_duplicates_are_found_and_kept(tmp_path: Path) -> None:
+    root = make_folder(tmp_path / "src", ["a", "b"], 3)
+    copies = {
+        "a/0000_again.jpg": "a/0000.jpg",
+        "b/x.jpg": "a/0001.jpg",
+        "b/y.jpg": "a/0001.jpg",
+        "b/z.jpg": "b/0002.jpg",
+    }
+    for copy, original in copies.items():
+        (root / copy).write_bytes((root / original).read_bytes())
+    report = convert(root, tmp_path / "out.lmdb", size=16)
+    assert report.written == 10
+    assert (report.duplicates.count, report.duplicates.other_label) == (4, 2)
+    assert report.duplicates.examples == (
+        ("a/0001.jpg", "b/x.jpg"),
+        ("a/0001.jpg", "b/y.jpg"),
+        ("a/0000.jpg", "a/0000_again.jpg"),
+    )
+    none = convert(root / "a", tmp_path / "none.lmdb", size=16, restart=True)
+    assert none.duplicates.count == 1
+
+
 def test_memory_does_not_grow_with_the_number_of_pictures(tmp_path: Path) -> None:
     """Peak memory of a fresh process converting 300 and 3,000 links to one picture."""
     picture = save(tmp_path / "one.jpg", formula_picture(64, 64))
