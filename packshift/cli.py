@@ -117,6 +117,12 @@ def main(context: click.Context) -> None:
     help="crop: cover the size and cut the middle out; pad: fit inside, black around; stretch: ignore proportions.",
 )
 @click.option(
+    "--background",
+    metavar="COLOUR",
+    help="Lay transparent pictures over this colour: white, #ff8000.  [default: drop the transparency]",
+)
+@click.option("--fast-decode", is_flag=True, help="Decode large JPEGs smaller: faster, pixels differ a little.")
+@click.option(
     "--jobs", type=click.IntRange(min=1), help="Pictures decoded at a time.  [default: the CPUs this process may use]"
 )
 @click.option(
@@ -142,6 +148,8 @@ def convert(
     target: str,
     size: str,
     fit: str,
+    background: str | None,
+    fast_decode: bool,
     jobs: int | None,
     on_error: str,
     overwrite: bool,
@@ -169,6 +177,8 @@ def convert(
         target,
         size=size,
         fit=fit,
+        background=background,
+        fast_decode=fast_decode,
         layout=layout,
         format=format_,
         jobs=jobs,

@@ -25,7 +25,7 @@ from packshift._version import __version__
 from packshift.arguments import at_least_one
 from packshift.errors import ImageError, SourceError, StoreError, TargetError, UsageError
 from packshift.machine import usable_cpus
-from packshift.preprocess import Preprocessing, load_record, parse_size
+from packshift.preprocess import Preprocessing, load_record, parse_background, parse_size
 from packshift.record import Listing, Record, Sample, Skipped
 from packshift.sources import AUTO, scan
 from packshift.stores import format_of_target
@@ -86,6 +86,8 @@ def convert(
     *,
     size: int | str | tuple[int, int] | None = 256,
     fit: str = "crop",
+    background: str | tuple[int, int, int] | None = None,
+    fast_decode: bool = False,
     layout: str = AUTO,
     format: str | None = None,
     jobs: int | None = None,
@@ -95,9 +97,11 @@ def convert(
 ) -> Report:
     """Convert a folder of pictures into one store file of uint8 pixels (H, W, 3), and return what was done.
 
-    `size` is 256, (height, width) or None (every picture keeps its own), `fit` one of "crop", "pad", "stretch". The
-    format follows the target's suffix unless `format` names it. `jobs` threads decode (default: the CPUs this process
-    may use); the store's bytes do not depend on them. With `on_error="stop"` the first unreadable picture ends the run.
+    `size` is 256, (height, width) or None (every picture keeps its own), `fit` one of "crop", "pad", "stretch".
+    `background` is the colour over which transparent pictures are laid (default: transparency is dropped), `fast_decode`
+    decodes large JPEGs smaller, which changes pixels a little. The format follows the target's suffix unless `format`
+    names it. `jobs` threads decode (default: the CPUs this process may use); the store's bytes do not depend on them.
+    With `on_error="stop"` the first unreadable picture ends the run.
 
     The target appears when it is whole, or not at all; an existing one is replaced only with `overwrite=True`, in the
     last moment. Raises UsageError, SourceError, TargetError, and with "stop" ImageError.
@@ -108,6 +112,8 @@ def convert(
         target,
         size=size,
         fit=fit,
+        background=background,
+        fast_decode=fast_decode,
         layout=layout,
         format=format,
         jobs=jobs,
@@ -123,6 +129,8 @@ def make_plan(
     *,
     size: int | str | tuple[int, int] | None = 256,
     fit: str = "crop",
+    background: str | tuple[int, int, int] | None = None,
+    fast_decode: bool = False,
     layout: str = AUTO,
     format: str | None = None,
     jobs: int | None = None,
@@ -133,7 +141,7 @@ def make_plan(
     if on_error not in ON_ERROR:
         raise UsageError(f"unknown on_error {on_error!r}: expected one of {', '.join(ON_ERROR)}")
     number_of_jobs = usable_cpus() if jobs is None else at_least_one("jobs", jobs)
-    settings = Preprocessing(parse_size(size), fit)
+    settings = Preprocessing(parse_size(size), fit, fast_decode, parse_background(background))
     source, target = _checked_path(source, "source"), _checked_path(target, "target")
     chosen = format_of_target(target, format)
     path = _checked_target(target, overwrite=overwrite)

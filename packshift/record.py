@@ -128,8 +128,8 @@ class Record:
     """One preprocessed picture and where it came from.
 
     `pixels` is (H, W, 3) uint8, C-contiguous. `source_size` is the file's length in bytes, `source_crc32` its CRC-32,
-    `original_size` the (height, width) of the upright picture before resizing. `notes` name what was done to it beyond
-    the settings (see `preprocess.NOTES`).
+    `source_mtime_ns` when it was last changed (0: not known; never stored), `original_size` the (height, width) of the
+    upright picture before resizing. `notes` name what was done to it beyond the settings (see `preprocess.NOTES`).
     """
 
     name: str
@@ -137,6 +137,7 @@ class Record:
     pixels: NDArray[np.uint8]
     source_size: int
     source_crc32: int
+    source_mtime_ns: int = field(default=0, kw_only=True)
     original_size: tuple[int, int]
     notes: tuple[str, ...] = ()
 
