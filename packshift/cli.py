@@ -121,6 +121,12 @@ def main(context: click.Context) -> None:
     help="crop: cover the size and cut the middle out; pad: fit inside, black around; stretch: ignore proportions.",
 )
 @click.option(
+    "--background",
+    metavar="COLOUR",
+    help="Lay transparent pictures over this colour: white, #ff8000.  [default: drop the transparency]",
+)
+@click.option("--fast-decode", is_flag=True, help="Decode large JPEGs smaller: faster, pixels differ a little.")
+@click.option(
     "--jobs", type=click.IntRange(min=1), help="Pictures decoded at a time.  [default: the CPUs this process may use]"
 )
 @click.option(
@@ -152,6 +158,8 @@ def convert(
     target: str,
     size: str,
     fit: str,
+    background: str | None,
+    fast_decode: bool,
     jobs: int | None,
     on_error: str,
     max_errors: str | None,
@@ -187,6 +195,8 @@ def convert(
             target,
             size=size,
             fit=fit,
+            background=background,
+            fast_decode=fast_decode,
             layout=layout,
             format=format_,
             jobs=jobs,

@@ -80,6 +80,8 @@ def convert(
     *,
     size: int | str | tuple[int, int] | None = 256,
     fit: str = "crop",
+    background: str | tuple[int, int, int] | None = None,
+    fast_decode: bool = False,
     layout: str = AUTO,
     format: str | None = None,
     jobs: int | None = None,
@@ -93,10 +95,12 @@ def convert(
 ) -> Report:
     """Convert a folder of pictures into one store file of uint8 pixels (H, W, 3), and return what was done.
 
-    `size` is 256, (height, width) or None (every picture keeps its own), `fit` one of "crop", "pad", "stretch". The
-    format follows the target's suffix unless `format` names it. `jobs` processes decode (default: the CPUs this process
-    may use); the store's bytes do not depend on them. With `on_error="stop"` the first unreadable picture ends the run,
-    with `max_errors` (a number, or "5%" of the pictures) the first one above that.
+    `size` is 256, (height, width) or None (every picture keeps its own), `fit` one of "crop", "pad", "stretch".
+    `background` is the colour over which transparent pictures are laid (default: transparency is dropped), `fast_decode`
+    decodes large JPEGs smaller, which changes pixels a little. The format follows the target's suffix unless `format`
+    names it. `jobs` processes decode (default: the CPUs this process may use); the store's bytes do not depend on them.
+    With `on_error="stop"` the first unreadable picture ends the run, with `max_errors` (a number, or "5%" of the
+    pictures) the first one above that.
 
     The target appears when it is whole, or not at all; an existing one is replaced only with `overwrite=True`, in the
     last moment. A run that ends early is carried on by the next one with the same arguments, unless that has
@@ -110,6 +114,8 @@ def convert(
         target,
         size=size,
         fit=fit,
+        background=background,
+        fast_decode=fast_decode,
         layout=layout,
         format=format,
         jobs=jobs,

@@ -15,7 +15,7 @@ from packshift.arguments import at_least_one
 from packshift.errors import ImageError, TargetError, UsageError
 from packshift.machine import usable_cpus
 from packshift.pool import DecodingPool
-from packshift.preprocess import Preprocessing, parse_size, size_in_header
+from packshift.preprocess import Preprocessing, parse_background, parse_size, size_in_header
 from packshift.record import Listing
 from packshift.sources import AUTO, scan
 from packshift.stores import format_of_target
@@ -74,6 +74,8 @@ def make_plan(
     *,
     size: int | str | tuple[int, int] | None = 256,
     fit: str = "crop",
+    background: str | tuple[int, int, int] | None = None,
+    fast_decode: bool = False,
     layout: str = AUTO,
     format: str | None = None,
     jobs: int | None = None,
@@ -91,7 +93,7 @@ def make_plan(
     if on_error not in ON_ERROR:
         raise UsageError(f"unknown on_error {on_error!r}: expected one of {', '.join(ON_ERROR)}")
     number_of_jobs = usable_cpus() if jobs is None else at_least_one("jobs", jobs)
-    settings = Preprocessing(parse_size(size), fit)
+    settings = Preprocessing(parse_size(size), fit, fast_decode, parse_background(background))
     source, target = _checked_path(source, "source"), _checked_path(target, "target")
     chosen = format_of_target(target, format)
     path = _checked_target(target, overwrite=overwrite)

@@ -13,22 +13,25 @@ import operator
 import os
 import struct
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from packshift.errors import ImageError, SourceError, UsageError
+from packshift.jpeg import SCALES, load_jpeg
 from packshift.record import Record, Sample, encode_name
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
+    from PIL.JpegImagePlugin import JpegImageFile
 
 FITS = ("crop", "pad", "stretch")
 LARGEST_SIDE = 65_535
 
 NOTES = {
     "16-bit": "16 bits per channel, scaled to 8",
+    "background": "transparency laid over the background colour",
     "enlarged": "smaller than the target size, enlarged",
     "frames": "several frames, the first taken",
     "transparent": "transparency dropped, as convert('RGB') does",
@@ -37,6 +40,7 @@ NOTES = {
 """What can happen to a picture beyond the settings: key -> words for the report, which adds how many there were."""
 
 _ORIENTATION = 0x0112
+_SIDEWAYS = (5, 6, 7, 8)
 _EXIF_ERRORS = (OSError, ValueError, SyntaxError, TypeError, KeyError, IndexError, struct.error, ZeroDivisionError)
 
 
@@ -45,15 +49,21 @@ class Preprocessing:
     """The settings. `size` is (height, width) in pixels, or None: every picture keeps its own size.
 
     `fit` says how a picture of another shape comes to `size`: "crop" covers it and cuts the middle out, "pad" fits
-    inside and centres on black, "stretch" ignores the aspect ratio.
+    inside and centres on black, "stretch" ignores the aspect ratio. With `fast_decode` a JPEG is decoded 2, 4 or 8 times
+    smaller where that is still at least twice the scaled size in both directions. `background` is the (red, green, blue)
+    over which transparent pictures are laid; without it transparency is dropped, as `convert("RGB")` does.
     """
 
     size: tuple[int, int] | None = (256, 256)
     fit: str = "crop"
+    fast_decode: bool = False
+    background: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.fit not in FITS:
             raise UsageError(f"unknown fit {self.fit!r}: expected one of {', '.join(FITS)}")
+        if self.fast_decode and self.size is None:
+            raise UsageError("fast_decode (--fast-decode) needs a size: with size none every pixel is kept")
         if self.size is not None and not all(1 <= side <= LARGEST_SIDE for side in self.size):
             raise UsageError(f"size {self.size}: expected sides from 1 to {LARGEST_SIDE:,} pixels")
 
@@ -64,6 +74,14 @@ class Preprocessing:
 
     def describe(self) -> str:
         """What will be done, in words."""
+        text = self._describe_size()
+        if self.fast_decode:
+            text += ", large JPEGs decoded smaller"
+        if self.background is not None:
+            text += ", transparent ones over #{:02x}{:02x}{:02x}".format(*self.background)
+        return text
+
+    def _describe_size(self) -> str:
         if self.size is None:
             return "upright, RGB, every picture in its own size"
         height, width = self.size
@@ -75,7 +93,8 @@ class Preprocessing:
         return f"upright, RGB, scaled to cover {target}, middle cut out"
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        """For the store's header; `fast_decode` and `background` only where they are used."""
+        settings: dict[str, Any] = {
             "orientation": "as EXIF says",
             "mode": "RGB",
             "size": None if self.size is None else list(self.size),
@@ -83,6 +102,11 @@ class Preprocessing:
             "filter": None if self.size is None else "Pillow BILINEAR (antialiased)",
             "range": [0, 255],
         }
+        if self.fast_decode:
+            settings["fast_decode"] = True
+        if self.background is not None:
+            settings["background"] = list(self.background)
+        return settings
 
 
 def parse_size(size: int | str | tuple[int, int] | None) -> tuple[int, int] | None:
@@ -112,6 +136,31 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 8
 
 
+def parse_background(colour: str | tuple[int, int, int] | None) -> tuple[int, int, int] | None:
+    """(red, green, blue) from a name or notation that `PIL.ImageColor` knows, from three numbers, or None from None.
+
+    Raises UsageError for anything else.
+    """
+    if colour is None:
+        return None
+    numbers: list[int] = []
+    try:
+        if isinstance(colour, str):
+            from PIL import ImageColor
+
+            numbers = list(ImageColor.getrgb(colour))
+        else:
+            numbers = [operator.index(level) for level in colour]
+    except (TypeError, ValueError):
+        pass
+    if len(numbers) != 3 or not all(0 <= level <= 255 for level in numbers):
+        raise UsageError(
+            f"background {str(colour)[:40]!r}: expected a colour such as white or #ff8000 (in Python also three numbers "
+            "from 0 to 255), without transparency"
+        )
+    return numbers[0], numbers[1], numbers[2]
+
+
 _NOT_THE_FILES_FAULT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
@@ -133,9 +182,9 @@ def load_record(root: str, sample: Sample, settings: Preprocessing) -> Record:
                 f"{sample.name}: {error.strerror}: use fewer jobs, or raise the limit (ulimit)"
             ) from error
         raise ImageError(f"cannot be read: {error.strerror}") from error
-    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or len(data) != after.st_size:
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise ImageError("changed while it was read")
-    return replace(make_record(data, sample, settings), source_mtime_ns=after.st_mtime_ns)
+    return make_record(data, sample, settings, mtime_ns=after.st_mtime_ns)
 
 
 def size_in_header(root: str, sample: Sample) -> tuple[int, int]:
@@ -152,12 +201,11 @@ def size_in_header(root: str, sample: Sample) -> tuple[int, int]:
         raise ImageError(f"its header cannot be read: {error}") from error
 
 
-def make_record(data: bytes, sample: Sample, settings: Preprocessing) -> Record:
+def make_record(data: bytes, sample: Sample, settings: Preprocessing, *, mtime_ns: int = 0) -> Record:
     """Decode and preprocess one picture. Raises ImageError with the reason where that cannot be done."""
     try:
-        image, notes = _decode(data)
-        height, width = image.height, image.width
-        pixels = _resize(image, settings)
+        image, (height, width), notes = _decode(data, settings)
+        pixels = _fit(image, height, width, settings)
     except (ImageError, MemoryError):
         raise
     except Exception as error:  # Pillow's plugins raise whatever a broken file makes them stumble over
@@ -170,22 +218,30 @@ def make_record(data: bytes, sample: Sample, settings: Preprocessing) -> Record:
         pixels=pixels,
         source_size=len(data),
         source_crc32=zlib.crc32(data),
+        source_mtime_ns=mtime_ns,
         original_size=(height, width),
         notes=tuple(notes),
     )
 
 
-def _decode(data: bytes) -> tuple[Picture, list[str]]:
-    """The first frame, whole, upright and RGB, and the notes on it."""
+def _decode(data: bytes, settings: Preprocessing) -> tuple[Picture, tuple[int, int], list[str]]:
+    """The first frame, whole and upright, of mode RGB, RGBX or L (grey, which costs less to scale); the (height, width)
+    of the upright original; and the notes on it. A JPEG decoded smaller has its scaled size already.
+    """
     from PIL import Image
+    from PIL.JpegImagePlugin import JpegImageFile
 
     if not data:
         raise ImageError("empty file (0 bytes)")
     notes: list[str] = []
     with Image.open(io.BytesIO(data)) as opened:
-        opened.load()
-        orientation = _orientation(opened)
-        rgb = _to_rgb(opened, notes)
+        if isinstance(opened, JpegImageFile):
+            orientation, (width, height) = _orientation(opened), opened.size
+            loaded = _load_jpeg(opened, data, settings, on_its_side=orientation in _SIDEWAYS)
+        else:
+            opened.load()
+            loaded, orientation, (width, height) = opened, _orientation(opened), opened.size
+        image = _to_rgb(loaded, notes, settings.background)
         if _has_more_frames(opened):
             notes.append("frames")
     turns = {
@@ -199,8 +255,30 @@ def _decode(data: bytes) -> tuple[Picture, list[str]]:
     }
     if orientation in turns:
         notes.append("turned")
-        rgb = rgb.transpose(turns[orientation])
-    return rgb, notes
+        image = image.transpose(turns[orientation])
+    if orientation in _SIDEWAYS:
+        height, width = width, height
+    return image, (height, width), notes
+
+
+def _load_jpeg(opened: JpegImageFile, data: bytes, settings: Preprocessing, *, on_its_side: bool) -> Picture:
+    """Decode a JPEG; with `fast_decode`, smaller where it may be, and scaled as far as it will be."""
+    from PIL import Image
+
+    if not settings.fast_decode:
+        return load_jpeg(opened, data)
+    width, height = opened.size
+    if on_its_side:
+        scaled_width, scaled_height = _scaled_size(width, height, settings)
+    else:
+        scaled_height, scaled_width = _scaled_size(height, width, settings)
+    for scale in SCALES:
+        if width >= 2 * scale * scaled_width and height >= 2 * scale * scaled_height:
+            smaller = load_jpeg(opened, data, scale)
+            # The last row and column may reach beyond the picture; the box does not.
+            box = (0, 0, width / scale, height / scale)
+            return smaller.resize((scaled_width, scaled_height), Image.Resampling.BILINEAR, box)
+    return load_jpeg(opened, data)
 
 
 def _orientation(image: Picture) -> object:
@@ -219,47 +297,85 @@ def _has_more_frames(image: Picture) -> bool:
         return False
 
 
-def _to_rgb(image: Picture, notes: list[str]) -> Picture:
+def _to_rgb(image: Picture, notes: list[str], background: tuple[int, int, int] | None) -> Picture:
+    """The picture as RGB, RGBX or L, without transparency."""
     from PIL import Image
 
-    if image.mode == "RGB":
-        if "transparency" in image.info:
-            notes.append("transparent")
-        return image
+    transparent = image.has_transparency_data
+    if transparent:
+        notes.append("transparent" if background is None else "background")
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
         # Pillow clips 16-bit grey to 255 instead of scaling it; it reads PGM of any depth as I, scaled to 65,535.
         notes.append("16-bit")
-        return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)).convert("RGB")
+        levels = np.asarray(image)
+        grey = Image.fromarray((levels.astype(np.uint32) >> 8).astype(np.uint8))
+        if not transparent or background is None:
+            return grey
+        opaque = Image.fromarray(np.where(levels == image.info["transparency"], 0, 255).astype(np.uint8))
+        return Image.composite(grey.convert("RGB"), Image.new("RGB", image.size, background), opaque)
     if image.mode in ("I", "F"):
         kind = "32-bit integers" if image.mode == "I" else "floating-point numbers"
         raise ImageError(f"its pixels are {kind}, whose range is not known; save it with 8 or 16 bits first")
-    if image.has_transparency_data:
-        notes.append("transparent")
+    if transparent and background is not None:
+        canvas = Image.new("RGBA", image.size, (*background, 255))
+        return Image.alpha_composite(canvas, image.convert("RGBA")).convert("RGB")
+    if image.mode in ("RGB", "RGBX", "L"):
+        return image
     return image.convert("RGB")
 
 
-def _resize(image: Picture, settings: Preprocessing) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _fit(image: Picture, height: int, width: int, settings: Preprocessing) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """(H, W, 3) uint8 of the size asked for, from the upright picture; `height` and `width` are those of the original."""
     from PIL import Image
 
     if settings.size is None:
-        return np.asarray(image)
-    height, width = settings.size
-    inner_height, inner_width = _scaled_size(image.height, image.width, settings)
-    if Image.MAX_IMAGE_PIXELS is not None and inner_height * inner_width > 2 * Image.MAX_IMAGE_PIXELS:
+        return _rgb_pixels(image)
+    target_height, target_width = settings.size
+    target = (target_width, target_height)
+    scaled_height, scaled_width = _scaled_size(height, width, settings)
+    if Image.MAX_IMAGE_PIXELS is not None and scaled_height * scaled_width > 2 * Image.MAX_IMAGE_PIXELS:
         raise ImageError(
-            f"too elongated: a picture of {image.width} x {image.height} pixels that covers {width} x {height} would have "
-            f"{inner_width * inner_height:,}, over Pillow's limit of {2 * Image.MAX_IMAGE_PIXELS:,}"
+            f"too elongated: a picture of {width} x {height} pixels that covers {target_width} x {target_height} would "
+            f"have {scaled_width * scaled_height:,}, over Pillow's limit of {2 * Image.MAX_IMAGE_PIXELS:,}"
         )
-    if (image.height, image.width) != (inner_height, inner_width):
-        image = image.resize((inner_width, inner_height), Image.Resampling.BILINEAR)
-    if settings.fit == "pad" and image.size != (width, height):
-        canvas = Image.new("RGB", (width, height))
-        canvas.paste(image, ((width - inner_width) // 2, (height - inner_height) // 2))
+    left, top = round((scaled_width - target_width) / 2.0), round((scaled_height - target_height) / 2.0)
+    if scaled_width > target_width and _widths_come_first(image, scaled_height, scaled_width):
+        # Columns that are cut off need not go through the second pass.
+        image = image.resize((scaled_width, image.height), Image.Resampling.BILINEAR)
+        image = image.crop((left, 0, left + target_width, image.height))
+        image = image.resize((target_width, scaled_height), Image.Resampling.BILINEAR)
+    elif image.size != (scaled_width, scaled_height):
+        image = image.resize((scaled_width, scaled_height), Image.Resampling.BILINEAR)
+    if settings.fit == "pad" and image.size != target:
+        canvas = Image.new(image.mode, target)
+        canvas.paste(image, ((target_width - scaled_width) // 2, (target_height - scaled_height) // 2))
         image = canvas
-    elif image.size != (width, height):
-        left, top = round((inner_width - width) / 2.0), round((inner_height - height) / 2.0)
-        image = image.crop((left, top, left + width, top + height))
-    return np.asarray(image)
+    elif image.size != target:
+        left = left if image.width == scaled_width else 0
+        image = image.crop((left, top, left + target_width, top + target_height))
+    return _rgb_pixels(image)
+
+
+def _widths_come_first(image: Picture, height: int, width: int) -> bool:
+    """Whether Pillow, scaling to `height` x `width`, does all columns before any row, for certain.
+
+    Up to version 12 it always did; 13 begins with the rows where that saves enough (its Resample.c); later ones are not
+    known. Which pass comes first decides about the rounding.
+    """
+    from PIL import __version__ as pillow_version
+
+    major = pillow_version.split(".")[0]
+    if image.height == height or image.width == width:
+        return False  # one pass only
+    fewer_rows, fewer_columns = image.height - height, image.width - width
+    return major in ("11", "12") or (major == "13" and not (fewer_rows > 0 and fewer_rows > 2 * fewer_columns))
+
+
+def _rgb_pixels(image: Picture) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """(H, W, 3) uint8, read-only, of a picture of mode RGB, RGBX or L."""
+    if image.mode == "L":
+        image = image.convert("RGB")
+    return np.frombuffer(image.tobytes("raw", "RGB"), np.uint8).reshape(image.height, image.width, 3)
 
 
 def _scaled_size(height: int, width: int, settings: Preprocessing) -> tuple[int, int]:

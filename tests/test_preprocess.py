@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import struct
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import encoded, formula_picture
-from hypothesis import given, settings
+from helpers import encoded, formula_picture, save
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 from PIL import __version__ as pillow_version
 
+from packshift import preprocess
 from packshift.errors import ImageError, UsageError
-from packshift.preprocess import Preprocessing, make_record, parse_size
+from packshift.preprocess import (
+    Preprocessing,
+    _widths_come_first,
+    load_record,
+    make_record,
+    parse_background,
+    parse_size,
+)
 from packshift.record import Record, Sample
 
 PILLOW_GENERATION = 13 if int(pillow_version.split(".")[0]) >= 13 else 12
@@ -48,13 +57,61 @@ def test_equals_what_torchvision_gave(row: dict) -> None:
 @settings(max_examples=150, deadline=None)
 @given(height=SIDE, width=SIDE, target=st.tuples(SIDE, SIDE))
 def test_crop_equals_resizing_whole_then_cutting(height: int, width: int, target: tuple[int, int]) -> None:
-    """For any sizes. (Cutting between Pillow's two passes would be faster, but it chooses their order itself.)"""
-    image = formula_picture(height, width)
+    """For any sizes, also where the columns are cut between Pillow's two passes."""
+    check_crop(formula_picture(height, width), target)
+
+
+ELONGATED = st.one_of(
+    st.tuples(st.integers(1, 4), st.integers(1, 700)),
+    st.tuples(st.integers(1, 700), st.integers(1, 4)),
+    st.tuples(st.integers(1, 40), st.integers(300, 500)),
+    st.tuples(st.integers(300, 500), st.integers(1, 40)),
+    st.tuples(st.integers(100, 400), st.integers(100, 400)),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(sides=ELONGATED, target=st.one_of(st.tuples(SIDE, SIDE), ELONGATED), seed=st.integers(0, 99))
+def test_crop_of_elongated_pictures_too(sides: tuple[int, int], target: tuple[int, int], seed: int) -> None:
+    noise = np.random.default_rng(seed).integers(0, 256, (*sides, 3), np.uint8)
+    assume(max(sides) * max(target) / min(sides) < 30_000)
+    check_crop(Image.fromarray(noise), target)
+
+
+def test_grey_pictures_too() -> None:
+    """They are scaled as grey and made RGB at the end."""
+    check_crop(formula_picture(61, 97).convert("L").convert("RGB"), (40, 40))
+    grey = record_of(formula_picture(61, 97).convert("L"), Preprocessing((40, 40)))
+    rgb = record_of(formula_picture(61, 97).convert("L").convert("RGB"), Preprocessing((40, 40)))
+    assert np.array_equal(grey.pixels, rgb.pixels)
+
+
+@pytest.mark.parametrize(
+    ("version", "source", "scaled", "expected"),
+    [
+        ("11.0.0", (375, 500), (256, 341), True),
+        ("12.2.0", (900, 500), (300, 450), True),
+        ("13.0.0", (375, 500), (256, 341), True),
+        ("13.0.0", (900, 500), (300, 450), False),
+        ("13.0.0", (300, 500), (300, 400), False),
+        ("14.0.0", (375, 500), (256, 341), False),
+    ],
+)
+def test_columns_are_cut_between_the_passes_only_where_their_order_is_known(
+    monkeypatch: pytest.MonkeyPatch, version: str, source: tuple[int, int], scaled: tuple[int, int], expected: bool
+) -> None:
+    monkeypatch.setattr("PIL.__version__", version)
+    image = Image.new("RGB", (source[1], source[0]))
+    assert _widths_come_first(image, *scaled) is expected
+
+
+def check_crop(image: Image.Image, target: tuple[int, int]) -> None:
+    height, width = image.height, image.width
     scale_by_height = width * target[0] > height * target[1]
     if scale_by_height:
-        scaled = image.resize((int(target[0] * width / height), target[0]), Image.Resampling.BILINEAR)
+        scaled = image.resize((max(1, int(target[0] * width / height)), target[0]), Image.Resampling.BILINEAR)
     else:
-        scaled = image.resize((target[1], int(target[1] * height / width)), Image.Resampling.BILINEAR)
+        scaled = image.resize((target[1], max(1, int(target[1] * height / width))), Image.Resampling.BILINEAR)
     left, top = round((scaled.width - target[1]) / 2.0), round((scaled.height - target[0]) / 2.0)
     expected = np.asarray(scaled.crop((left, top, left + target[1], top + target[0])))
     assert np.array_equal(record_of(image, Preprocessing(target)).pixels, expected)
@@ -225,3 +282,104 @@ def test_sizes_that_cannot(given_size: object) -> None:
 def test_sizes_out_of_range(size: tuple[int, int]) -> None:
     with pytest.raises(UsageError, match="from 1 to 65,535"):
         Preprocessing(size)
+
+
+class TestBackground:
+    """Transparent red over white must be white, half of it pink; without a background it stays red."""
+
+    WHITE = Preprocessing(None, background=(255, 255, 255))
+
+    def pictures(self) -> dict[str, bytes]:
+        red = Image.new("RGB", (8, 8), (255, 0, 0))
+        black = Image.new("L", (8, 8), 0)
+        clear = Image.new("L", (8, 8), 0)
+        rgba = red.copy()
+        rgba.putalpha(clear)
+        palette = red.quantize(2)
+        return {
+            "RGBA": encoded(rgba, "PNG"),
+            "LA": encoded(Image.merge("LA", (black, clear)), "PNG"),
+            "P index": encoded(palette, "PNG", transparency=palette.getpixel((0, 0))),
+            "P levels": encoded(palette, "PNG", transparency=bytes(256)),
+            "P index GIF": encoded(palette, "GIF", transparency=palette.getpixel((0, 0))),
+            "RGB tRNS": encoded(red, "PNG", transparency=(255, 0, 0)),
+            "L tRNS": encoded(black, "PNG", transparency=0),
+            "1 tRNS": encoded(black.convert("1"), "PNG", transparency=0),
+            "I;16 tRNS": encoded(Image.new("I;16", (8, 8), 300), "PNG", transparency=300),
+            "WebP": encoded(rgba, "WEBP", lossless=True, exact=True),
+            "TIFF": encoded(rgba, "TIFF"),
+        }
+
+    def test_every_kind_of_transparency(self) -> None:
+        for kind, data in self.pictures().items():
+            over_white = make_record(data, Sample("picture", 0), self.WHITE)
+            assert (over_white.pixels == 255).all(), kind
+            assert "background" in over_white.notes, kind
+            dropped = make_record(data, Sample("picture", 0), OWN_SIZE)
+            assert dropped.pixels.max(axis=(0, 1)).tolist() in ([255, 0, 0], [0, 0, 0], [1, 1, 1]), kind
+            assert "transparent" in dropped.notes, kind
+
+    def test_half_transparent(self) -> None:
+        image = Image.new("RGBA", (8, 8), (255, 0, 0, 128))
+        assert record_of(image, self.WHITE).pixels[0, 0].tolist() == [255, 127, 127]
+
+    def test_what_is_opaque_in_16_bit_grey_stays(self) -> None:
+        levels = np.tile(np.array([300, 40_000], np.uint16), (4, 4))
+        record = record_of(Image.fromarray(levels), self.WHITE, transparency=300)
+        assert record.pixels[0, :2, 0].tolist() == [255, 40_000 >> 8]
+
+    def test_opaque_pictures_do_not_change(self) -> None:
+        record = record_of(formula_picture(20, 30), self.WHITE)
+        assert np.array_equal(record.pixels, np.asarray(formula_picture(20, 30)))
+        assert record.notes == ()
+
+    @pytest.mark.parametrize("colour", ["#ff8000", "#FF8000", "rgb(255, 128, 0)", (255, 128, 0), [255, 128, 0]])
+    def test_colours_that_can_be_given(self, colour: object) -> None:
+        assert parse_background(colour) == (255, 128, 0)
+
+    @pytest.mark.parametrize(
+        "colour", ["", "no colour", "#ff800080", (1, 2), (1, 2, 256), (1, 2, 3, 4), 7, (1.5, 2, 3)]
+    )
+    def test_colours_that_cannot(self, colour: object) -> None:
+        with pytest.raises(UsageError, match=r"^background .*: expected a colour such as white"):
+            parse_background(colour)
+
+
+def test_new_settings_are_in_the_header_only_where_they_are_used() -> None:
+    assert not {"background", "fast_decode"} & set(Preprocessing().to_json())
+    both = Preprocessing(fast_decode=True, background=(1, 2, 3))
+    assert both.to_json() == {**Preprocessing().to_json(), "fast_decode": True, "background": [1, 2, 3]}
+    assert both.describe().endswith("middle cut out, large JPEGs decoded smaller, transparent ones over #010203")
+
+
+class TestFilesThatChange:
+    """A file that another program writes to while it is read is an error of that file."""
+
+    def load(self, path: Path) -> Record:
+        return load_record(str(path.parent), Sample(path.name, 0), OWN_SIZE)
+
+    def test_time_and_checksum_are_those_of_the_file(self, tmp_path: Path) -> None:
+        path = save(tmp_path / "photo.jpg", formula_picture(20, 30))
+        record = self.load(path)
+        assert record.source_mtime_ns == path.stat().st_mtime_ns
+        assert record.source_crc32 == zlib.crc32(path.read_bytes())
+
+    @pytest.mark.parametrize("change", ["longer", "rewritten"])
+    def test_change(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+        path = save(tmp_path / "photo.jpg", formula_picture(20, 30))
+        looks = iter(range(9))
+
+        def look(descriptor: int) -> os.stat_result:
+            if next(looks) == 1 and change == "longer":
+                path.write_bytes(path.read_bytes() + b"more")
+            elif change == "rewritten":
+                os.utime(path, ns=(1, next(looks)))
+            return os.stat(descriptor)
+
+        monkeypatch.setattr(preprocess.os, "fstat", look)
+        with pytest.raises(ImageError, match=r"^changed while it was read$"):
+            self.load(path)
+
+    def test_gone(self, tmp_path: Path) -> None:
+        with pytest.raises(ImageError, match="cannot be read: No such file"):
+            self.load(tmp_path / "gone.jpg")
