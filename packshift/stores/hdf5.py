@@ -55,7 +55,7 @@ class _Window(io.RawIOBase):
         self._fence = fence
         self._position = 0
         self.size = 0
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def readable(self) -> bool:
         return True
@@ -85,7 +85,7 @@ class _Window(io.RawIOBase):
             if self._position < self._fence.stop and self._position + len(view) > self._fence.start:
                 raise StoreError(f"{self._file.target}: the HDF5 library wanted to write among the records")
             self._file.write_at(self._position, view)
-        except Exception as error:  # kept and raised again: whatever it is, the library would swallow it
+        except BaseException as error:  # kept and raised again: whatever it is, the library may swallow or alter it
             self.error = self.error or error
             raise
         self._position += len(view)
@@ -98,7 +98,7 @@ class _Window(io.RawIOBase):
             if size < self._fence.stop and len(self._fence):
                 raise StoreError(f"{self._file.target}: the HDF5 library wanted to cut off the records")
             self._file.resize(size)
-        except Exception as error:  # kept and raised again: whatever it is, the library would swallow it
+        except BaseException as error:  # kept and raised again: whatever it is, the library may swallow or alter it
             self.error = self.error or error
             raise
         self.size = size
@@ -177,7 +177,7 @@ class HDF5Format:
                 places = {name: _add_array(stored, name, array) for name, array in arrays.items()}
                 text = np.frombuffer(encode_header(header, places), np.uint8)
                 place = _add_array(stored, "header", text)
-        except (OSError, RuntimeError, ValueError):
+        except Exception:  # what the library made of it
             if window.error is not None:
                 raise window.error from None
             raise
