@@ -225,7 +225,7 @@ def make_record(data: bytes, sample: Sample, settings: Preprocessing, *, mtime_n
 
 
 def _decode(data: bytes, settings: Preprocessing) -> tuple[Picture, tuple[int, int], list[str]]:
-    """The first frame, whole and upright, of mode RGB, RGBX or L (grey, which costs less to scale); the (height, width)
+    """The first frame, whole and upright, of mode RGB or L (grey, which costs less to scale); the (height, width)
     of the upright original; and the notes on it. A JPEG decoded smaller has its scaled size already.
     """
     from PIL import Image
@@ -298,7 +298,7 @@ def _has_more_frames(image: Picture) -> bool:
 
 
 def _to_rgb(image: Picture, notes: list[str], background: tuple[int, int, int] | None) -> Picture:
-    """The picture as RGB, RGBX or L, without transparency."""
+    """The picture as RGB or L, without transparency."""
     from PIL import Image
 
     transparent = image.has_transparency_data
@@ -319,7 +319,7 @@ def _to_rgb(image: Picture, notes: list[str], background: tuple[int, int, int] |
     if transparent and background is not None:
         canvas = Image.new("RGBA", image.size, (*background, 255))
         return Image.alpha_composite(canvas, image.convert("RGBA")).convert("RGB")
-    if image.mode in ("RGB", "RGBX", "L"):
+    if image.mode in ("RGB", "L"):
         return image
     return image.convert("RGB")
 
@@ -372,10 +372,10 @@ def _widths_come_first(image: Picture, height: int, width: int) -> bool:
 
 
 def _rgb_pixels(image: Picture) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """(H, W, 3) uint8, read-only, of a picture of mode RGB, RGBX or L."""
+    """(H, W, 3) uint8, read-only, of a picture of mode RGB or L."""
     if image.mode == "L":
         image = image.convert("RGB")
-    return np.frombuffer(image.tobytes("raw", "RGB"), np.uint8).reshape(image.height, image.width, 3)
+    return np.frombuffer(image.tobytes(), np.uint8).reshape(image.height, image.width, 3)
 
 
 def _scaled_size(height: int, width: int, settings: Preprocessing) -> tuple[int, int]:

@@ -62,6 +62,27 @@ class TestConvert:
         assert "12 of 13 pictures written" in result.stdout
         assert ", 1 skipped" in result.stdout
 
+    def test_fast_decode_and_background_reach_the_store(self, pictures: Path, tmp_path: Path) -> None:
+        target = tmp_path / "out.h5"
+        result = run("convert", pictures, target, "--size", 8, "--fast-decode", "--background", "Orange")
+        assert result.exit_code == 0
+        assert "large JPEGs decoded smaller, transparent ones over #ffa500, " in result.stderr
+        preprocessing = Reader(target).info.preprocessing
+        assert (preprocessing["fast_decode"], preprocessing["background"]) == (True, [255, 165, 0])
+        shown = run("info", target).stdout
+        assert "fast_decode True" in shown
+        assert "background [255, 165, 0]" in shown
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (("--background", "no colour"), "background 'no colour': expected a colour such as white or #ff8000"),
+            (("--size", "none", "--fast-decode"), "fast_decode (--fast-decode) needs a size"),
+        ],
+    )
+    def test_settings_that_cannot_be(self, pictures: Path, tmp_path: Path, options: tuple, words: str) -> None:
+        assert words in error_line(run("convert", pictures, tmp_path / "out.lmdb", *options), 2)
+
     def test_stop(self, pictures: Path, tmp_path: Path) -> None:
         (pictures / "bee" / "bad.jpg").touch()
         result = run("convert", pictures, tmp_path / "out.lmdb", "--on-error", "stop", "-q")
