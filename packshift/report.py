@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 
 from packshift.conversion import Plan, Report
+from packshift.export import ExportReport
 from packshift.machine import usable_memory
 from packshift.preprocess import NOTES
 from packshift.sources._tree import OUTSIDE_CLASS
 from packshift.stores._reader import Reader
 from packshift.text import counted, human_bytes, printable
+from packshift.verification import Verification
 
 _CLASSES_SHOWN = 20
 _NAMES_SHOWN = 3
@@ -158,3 +160,35 @@ def _shortened(lines: list[str], limit: int, everything: bool, hint: str) -> lis
     if everything or len(lines) <= limit:
         return lines
     return [*lines[:limit], f"  ... and {len(lines) - limit:,} more ({hint})"]
+
+
+def verification_text(verification: Verification) -> str:
+    """The summary; problems are told apart from it, one a line (`str(problem)`)."""
+    name = printable(verification.path)
+    speed = verification.store_bytes / verification.seconds if verification.seconds else 0.0
+    read = f"{human_bytes(verification.store_bytes)} in {verification.seconds:.1f} s, {human_bytes(speed)}/s"
+    if verification.sound:
+        lines = [f"{name}: sound: {counted(verification.count, 'record')}, every byte checked; {read}"]
+    else:
+        lines = [f"{name}: not sound: {counted(verification.problem_count, 'problem')}; {read}"]
+    if verification.source is not None and verification.pictures:
+        lines.append(f"{printable(verification.source)}: {counted(verification.pictures, 'picture')} decoded again")
+    return "\n".join(lines)
+
+
+def verification_json(verification: Verification) -> dict[str, Any]:
+    return {"sound": verification.sound, **asdict(verification)}
+
+
+def export_text(report: ExportReport) -> str:
+    count = report.written + len(report.skipped)
+    lines = [
+        f"{report.written:,} of {counted(count, 'record')} written to {printable(report.target)} as "
+        f"{report.image_format}, {human_bytes(report.file_bytes)}",
+        f"{report.seconds:.1f} s",
+    ]
+    return "\n".join(lines)
+
+
+def export_json(report: ExportReport) -> dict[str, Any]:
+    return asdict(report)

@@ -71,6 +71,7 @@ class Reader:
                 f"{self.path} was replaced since this dataset was opened; make the dataset again to read the new store"
             )
         self.identity = place.crc32
+        self.header_place = place
         self.info: StoreInfo = decode_header(text, known.name, self.path)
         self._bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self._arrays: dict[str, NDArray[Any]] = {}
@@ -105,6 +106,10 @@ class Reader:
             end = info.payload_offset + (info.count - 1) * info.stride + size
             if info.count < 1 or info.stride < size or end > self.file_size:
                 raise self._damaged("its records lie outside the file")
+
+    def header_text(self) -> bytes:
+        """The header's JSON."""
+        return bytes_of(self._bytes[self.header_place.offset :][: self.header_place.nbytes]).tobytes()
 
     def array(self, name: str) -> NDArray[Any]:
         """A side array as a read-only view of the map, checked against its CRC-32; raises DamagedStoreError."""
