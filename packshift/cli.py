@@ -276,7 +276,7 @@ def verify(store: str, source: str | None, sample: int | None, jobs: int | None,
     packshift verify photos.lmdb
     packshift verify photos.lmdb --source photos/ --sample 1000
 
-    Exit code 0 means sound, 1 that there are problems.
+    Exit code 0 means that all is as it should be, 1 that something is not.
     """
     from packshift.report import verification_json, verification_text
     from packshift.verification import verify_store
@@ -290,14 +290,14 @@ def verify(store: str, source: str | None, sample: int | None, jobs: int | None,
     else:
         for problem in found.problems:
             _echo(f"packshift: {printable(found.path)}: {problem}", err=True)
-        if found.problem_count > len(found.problems):
-            more = found.problem_count - len(found.problems)
+        more = found.faults + found.differences - len(found.problems)
+        if more:
             _echo(f"packshift: {printable(found.path)}: and {more:,} more problems", err=True)
         for note in found.notes:
             _echo(f"note: {note}", err=True)
         if not quiet:
             _echo(verification_text(found))
-    return 0 if found.sound else FAILED
+    return 0 if found.passed else FAILED
 
 
 @main.command("export")

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from packshift.arguments import at_least_one
 from packshift.errors import DamagedStoreError, TargetError, UsageError
 from packshift.machine import usable_cpus
-from packshift.record import Names, Skipped, decode_name, encode_name
+from packshift.record import Skipped, decode_name, encode_name
 from packshift.sources._tree import SUFFIXES
 from packshift.stores._reader import Reader
 from packshift.text import printable
@@ -148,9 +148,10 @@ class _Names:
     def original(self, index: int) -> bytes:
         """The path of a record in a source folder that would give it its label."""
         path = self._paths.raw(index)
-        if not self._classes or path.startswith(self._classes[self._labels[index]] + b"/"):
+        if not self._classes:
             return path
-        return self._classes[self._labels[index]] + b"/" + path
+        folder = self._classes[int(self._labels[index])] + b"/"
+        return path if path.startswith(folder) else folder + path
 
     def order(self, index: int) -> tuple[int, bytes]:
         """What `sources` sorts records by."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from packshift.text import printable
+
+SOURCE_KINDS = frozenset({"added", "removed", "changed", "classes", "pixels"})
+"""Kinds of problems that are differences from the source; all others are faults of the store."""
 
 MOST_PROBLEMS = 10_000
 """Problems beyond this many are counted, not described: a store of millions of bad records must not fill the memory."""
@@ -40,10 +44,10 @@ class Findings:
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
-        self.count = 0
+        self.counts: Counter[str] = Counter()
         self.notes: list[str] = []
 
     def add(self, kind: str, text: str, index: int | None = None, path: str | None = None) -> None:
-        self.count += 1
+        self.counts[kind] += 1
         if len(self.problems) < MOST_PROBLEMS:
             self.problems.append(Problem(kind, text, index, path))

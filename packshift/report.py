@@ -166,18 +166,21 @@ def verification_text(verification: Verification) -> str:
     """The summary; problems are told apart from it, one a line (`str(problem)`)."""
     name = printable(verification.path)
     speed = verification.store_bytes / verification.seconds if verification.seconds else 0.0
-    read = f"{human_bytes(verification.store_bytes)} in {verification.seconds:.1f} s, {human_bytes(speed)}/s"
+    size = f"{counted(verification.count, 'record')}, {human_bytes(verification.store_bytes)}"
     if verification.sound:
-        lines = [f"{name}: sound: {counted(verification.count, 'record')}, every byte checked; {read}"]
+        lines = [f"{name}: sound: every byte is what was written; {size}"]
     else:
-        lines = [f"{name}: not sound: {counted(verification.problem_count, 'problem')}; {read}"]
-    if verification.source is not None and verification.pictures:
-        lines.append(f"{printable(verification.source)}: {counted(verification.pictures, 'picture')} decoded again")
+        lines = [f"{name}: not sound: {counted(verification.faults, 'problem')}; {size}"]
+    if verification.pictures is not None and verification.source is not None:
+        differs = f"{counted(verification.differences, 'difference')}" if verification.differences else "no difference"
+        decoded = counted(verification.pictures, "picture")
+        lines.append(f"{printable(verification.source)}: {differs}; {decoded} decoded")
+    lines.append(f"{verification.seconds:.1f} s" + ("" if verification.pictures else f", {human_bytes(speed)}/s"))
     return "\n".join(lines)
 
 
 def verification_json(verification: Verification) -> dict[str, Any]:
-    return {"sound": verification.sound, **asdict(verification)}
+    return {"passed": verification.passed, "sound": verification.sound, **asdict(verification)}
 
 
 def export_text(report: ExportReport) -> str:

@@ -12,8 +12,9 @@ import errno
 import os
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from packshift.arguments import at_least_one
 from packshift.errors import DamagedStoreError, StoreError, UsageError
-from packshift.findings import Findings, Problem, Progress
+from packshift.findings import SOURCE_KINDS, Findings, Problem, Progress
 from packshift.machine import usable_cpus
 from packshift.stores import get_format
 from packshift.stores._format import Format, Payload
@@ -39,9 +40,10 @@ _Checked = tuple[int, list[tuple[int, str, str]]]
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found. `problems` are the first `MOST_PROBLEMS`, `problem_count` counts all of them.
+    """What was found. `problems` are the first `MOST_PROBLEMS`, `counts` counts all of them by kind.
 
-    `notes` say what could not be checked and why. `pictures` counts the source files compared (0: no source).
+    `notes` say what could not be checked and why. `pictures` counts the source files decoded; None: the source was not
+    compared.
     """
 
     path: str
@@ -50,14 +52,29 @@ class Verification:
     store_bytes: int
     seconds: float
     source: str | None
-    pictures: int
-    problem_count: int
+    pictures: int | None
+    counts: Mapping[str, int]
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
 
     @property
+    def faults(self) -> int:
+        """How many problems are the store's own."""
+        return sum(count for kind, count in self.counts.items() if kind not in SOURCE_KINDS)
+
+    @property
+    def differences(self) -> int:
+        """How many problems are differences from the source."""
+        return sum(count for kind, count in self.counts.items() if kind in SOURCE_KINDS)
+
+    @property
     def sound(self) -> bool:
-        return self.problem_count == 0
+        """Whether the store is what was written, whatever became of the source."""
+        return not self.faults
+
+    @property
+    def passed(self) -> bool:
+        return not self.counts
 
 
 def verify_store(
@@ -83,7 +100,7 @@ def verify_store(
         if source is None:
             raise UsageError("sample without source: it says how many pictures of the source to decode")
     threads = usable_cpus() if jobs is None else at_least_one("jobs", jobs)
-    reader, findings, pictures = Reader(path), Findings(), 0
+    reader, findings, pictures = Reader(path), Findings(), None
     damaged, bad = _check_store(reader, threads, findings, progress)
     if source is not None and damaged:
         findings.notes.append(f"the source was not compared: damaged are the arrays {', '.join(sorted(damaged))}")
@@ -99,7 +116,7 @@ def verify_store(
         seconds=time.perf_counter() - started,
         source=None if source is None else str(source),
         pictures=pictures,
-        problem_count=findings.count,
+        counts=dict(findings.counts),
         problems=tuple(findings.problems),
         notes=tuple(findings.notes),
     )
@@ -133,8 +150,8 @@ def _check_store(
             findings.add(kind, text, index, None if names is None else names[index])
             bad[index] = True
         if damaged:
-            names = ", ".join(sorted(damaged))
-            findings.notes.append(f"what lies between the records and arrays was not compared: damaged are {names}")
+            listed = ", ".join(sorted(damaged))
+            findings.notes.append(f"what lies between the records and arrays was not compared: damaged are {listed}")
         else:
             _check_rest(reader, layout, fd, findings)
         return damaged, bad
@@ -206,6 +223,7 @@ class _Layout:
         self.front = len(known.frame(0, 1)[0])
         self._first = reader.info.payload_offset
         self._shape, self._stride = reader.info.shape, reader.info.stride
+        self._size = 0 if self._shape is None else prod(self._shape)
         self._offsets = reader.array("offsets") if self._shape is None else None
         self._shapes = reader.array("shapes") if self._shape is None else None
 
@@ -216,14 +234,13 @@ class _Layout:
 
     def _arrays(self, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         if self._offsets is None or self._shapes is None:
-            assert self._shape is not None  # the header has a shape or these arrays
             starts = np.arange(first, last, dtype=np.int64) * (self._stride or 0)
-            return starts, np.full(last - first, int(np.prod(self._shape)), np.int64)
+            return starts, np.full(last - first, self._size if self._first >= self.front else -1, np.int64)
         starts, shapes = self._offsets[first:last], self._shapes[first:last]
         sizes = shapes.astype(np.float64).prod(axis=1)  # int64 could overflow
         whole = (shapes >= 1).all(axis=1) & (shapes[:, 2] == 3) & (sizes <= self.file_size)
-        lowest = self.front - self._first
-        inside = whole & (starts >= lowest) & (starts <= self.file_size - self._first - np.where(whole, sizes, 0))
+        lowest, highest = self.front - self._first, self.file_size - self._first
+        inside = whole & (starts >= lowest) & (starts <= highest - np.where(whole, sizes, 0))
         return starts, np.where(inside, sizes, -1).astype(np.int64)
 
     def overlaps(self) -> bool:

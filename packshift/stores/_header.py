@@ -44,7 +44,7 @@ def decode_header(data: bytes, format_name: str, path: Path) -> StoreInfo:
     Raises NotAStoreError where it is somebody else's JSON, NewerVersionError, DamagedStoreError.
     """
     try:
-        header = json.loads(data)
+        header = json.loads(data, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise NotAStoreError(f"{path} is not a packshift store: its header is not JSON") from error
     if not isinstance(header, dict) or header.get("magic") != MAGIC:
@@ -57,7 +57,15 @@ def decode_header(data: bytes, format_name: str, path: Path) -> StoreInfo:
     try:
         return _info(header, format_name)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedStoreError(f"{path} is damaged: its header makes no sense ({error!r})") from error
+        raise DamagedStoreError(f"{path} is damaged: its header makes no sense ({repr(error)[:200]})") from error
+
+
+def _finite(text: str) -> float:
+    """A number of JSON; Python's parser takes NaN, Infinity and 1e999 as well, which no other reads again."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a number in JSON")
+    return number
 
 
 def _info(header: Mapping[str, Any], format_name: str) -> StoreInfo:
