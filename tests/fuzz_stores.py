@@ -170,7 +170,8 @@ def forge_text(rng: random.Random, target: Target, _: list[bytes]) -> bytes:
         target.header.replace(b"class0", b"cla\\u0000"), target.header.replace(b'"class0"', b'"\\ud800"'),
         target.header.replace(b'"class1"', b"7"), target.header.replace(b'"class1"', b'"a\\nb"'),
         target.header.replace(b'"notes":{', b'"notes":{"x":1e999,'), target.header.replace(b'"RGB"', b"1e999"),
-        target.header.replace(b'"RGB"', b"-Infinity"), target.header.replace(b'"class0"', b'"class1"'), b" " + target.header, target.header + b" " * 10,
+        target.header.replace(b'"RGB"', b"-Infinity"), target.header.replace(b'"class0"', b'"class1"'),
+        b" " + target.header, target.header + b" " * 10,
     )  # fmt: skip
     return with_header(target, rng.choice(bombs))
 
