@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import pickle
 import shutil
@@ -27,6 +28,7 @@ from packshift.errors import (
 )
 from packshift.record import Record, Skipped
 from packshift.stores import _header, get_format
+from packshift.stores._format import HeaderPlace
 from packshift.stores._partial import partial_file
 from packshift.stores._reader import Reader
 from packshift.stores._writer import Writer
@@ -333,6 +335,19 @@ class TestOtherFiles:
         message = self.refusal(path, NewerVersionError)
         assert "version 7" in message
         assert "update packshift" in message
+
+    @pytest.mark.parametrize("number", [float("nan"), float("inf"), "1e999"])
+    def test_a_header_with_no_json_number(
+        self, number: float | str, tmp_path: Path, format_name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Python's parser takes them, and every JSON document made from the header would be broken."""
+        text = json.dumps({"magic": "packshift", "version": 1, "x": number}).replace('"1e999"', "1e999")
+        monkeypatch.setattr(get_format(format_name), "find_header", lambda view, path: place)
+        path = write_store(tmp_path / "store", format_name, make_records([(40, 40)]))
+        data = path.read_bytes()[:5000] + text.encode()
+        path.write_bytes(data)
+        place = HeaderPlace(5000, len(text), zlib.crc32(text.encode()), len(data))
+        assert "its header is not JSON" in self.refusal(path, NotAStoreError)
 
     @pytest.mark.parametrize("name", ["labels", "paths", "path_offsets", "checksums", "skipped"])
     def test_a_changed_byte_in_a_side_array_is_noticed(self, store: Path, name: str) -> None:
