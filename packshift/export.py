@@ -33,7 +33,7 @@ IMAGE_FORMATS = {"png": b".png", "jpeg": b".jpg"}
 _REPLACED, _APPENDED, _KEPT = range(3)
 _COSTS = (0, 1, 1000)
 _NEVER = 1 << 60
-_PNG_LEVEL = 3  # zlib's; 6 takes twice the time for files 1 % smaller
+_PNG_LEVEL = 3  # zlib's; 6, its default, takes twice the time for files 4 % smaller (124 photos of 256 x 256)
 
 ExportProgress = Callable[[str, int, int], None]
 """Called with ("pictures", pictures done, pictures in all)."""

@@ -366,11 +366,12 @@ def _read_record(layout: _Layout, window: _Window, start: int, size: int, limit:
 
 def _check_rest(reader: Reader, layout: _Layout, fd: int, findings: Findings) -> None:
     """Compare what is neither a record nor checked already with what packshift writes there."""
-    starts, sizes = layout.places(layout.count - 1, layout.count)
-    if sizes[0] < 0:
+    payload = layout.payload()
+    if payload.sizes.min() < 0:
+        findings.notes.append("what lies behind the records was not compared: not all of them lie in the file")
         return
-    records = range(reader.info.payload_offset - layout.front, layout.end(starts[0], sizes[0]))
-    in_order = sorted(reader.info.arrays, key=lambda name: reader.info.arrays[name].offset)
-    arrays = {name: reader.array(name) for name in in_order}
-    for problem in differences(layout.known, reader.path, fd, layout.payload(), arrays, reader.header_text(), records):
+    records = range(payload.offset - layout.front, payload.end)
+    ordered = sorted(reader.info.arrays, key=lambda name: reader.info.arrays[name].offset)
+    arrays = {name: reader.array(name) for name in ordered}
+    for problem in differences(layout.known, reader.path, fd, payload, arrays, reader.header_text(), records):
         findings.add("structure", problem)

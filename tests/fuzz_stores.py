@@ -11,7 +11,9 @@ with right checksums may be sound). Exit code 1 if there was one.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import math
 import os
 import random
 import resource
@@ -25,7 +27,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,12 +152,30 @@ def forge_numbers(rng: random.Random, target: Target, _: list[bytes]) -> bytes:
     """Numbers near the true ones, which get past coarse checks."""
     header = json.loads(target.header)
     for _ in range(rng.choice((1, 1, 2, 3))):
-        places = [(box, key) for box, key, value in _values(header) if type(value) is int]
-        box, key = rng.choice(places)
-        box[key] = rng.choice(
-            (box[key] + rng.choice((-4096, -16, -1, 1, 16, 4096)), box[key] * 2, 0, 1, len(target.data))
-        )
+        box = rng.choice((header, header["payload"], header["source"], header["arrays"]))
+        places = [(inside, key) for inside, key, value in _values({"": box}) if type(value) is int]
+        inside, key = rng.choice(places)
+        step = rng.choice((-4096, -16, -1, 1, 16, 4096))
+        inside[key] = rng.choice((inside[key] + step, inside[key] * 2, 0, 1, len(target.data), 1 << 50))
     return with_header(target, json.dumps(header, sort_keys=True, separators=(",", ":")).encode())
+
+
+def forge_array(rng: random.Random, target: Target, _: list[bytes]) -> bytes:
+    """Other numbers in a side array, with a checksum that says they are right: offsets, shapes, labels, paths."""
+    header, data = json.loads(target.header), bytearray(target.data)
+    place = header["arrays"][rng.choice(sorted(header["arrays"]))]
+    width = int(place["dtype"][2:])
+    nbytes = width * math.prod(place["shape"])
+    for _ in range(rng.choice((1, 1, 2, 5))):
+        offset = place["offset"] + rng.randrange(nbytes // width) * width
+        now = int.from_bytes(data[offset : offset + width], "little")
+        value = rng.choice(
+            (now + rng.choice((-4096, -1, 1, 4096)), 0, 1, 46, 47, -1, len(data), 1 << 31, rng.getrandbits(64))
+        )
+        data[offset : offset + width] = (value & (1 << 8 * width) - 1).to_bytes(width, "little")
+    place["crc32"] = zlib.crc32(data[place["offset"] : place["offset"] + nbytes])
+    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    return with_header(replace(target, data=bytes(data)), text)
 
 
 def forge_text(rng: random.Random, target: Target, _: list[bytes]) -> bytes:
@@ -193,7 +213,7 @@ def _change(rng: random.Random, header: Any) -> None:
         else:
             box[rng.choice(("", "x\ny", "a/b", "..", "\udcff", "labels", "offsets", "new"))] = value
     else:
-        box[key] = rng.choice(HOSTILE)
+        box[key] = copy.deepcopy(rng.choice(HOSTILE))
 
 
 def with_header(target: Target, text: bytes) -> bytes:
@@ -225,7 +245,7 @@ def with_header(target: Target, text: bytes) -> bytes:
 PLAIN: tuple[Mutation, ...] = (
     flip_bits, flip_bits_outside_records, set_bytes, set_numbers, truncate, extend, zero, swap_pages, splice,
 )  # fmt: skip
-FORGED: tuple[Mutation, ...] = (forge_header, forge_numbers, forge_text)
+FORGED: tuple[Mutation, ...] = (forge_header, forge_numbers, forge_array, forge_text)
 
 
 # The child: one line of JSON in (path, whether it may be sound), one out.

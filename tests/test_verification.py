@@ -23,6 +23,7 @@ from packshift import convert, findings, source_comparison, verification
 from packshift.errors import StoreError, UsageError
 from packshift.record import Record
 from packshift.stores._reader import Reader
+from packshift.stores._writer import Writer
 from packshift.verification import Verification, verify_store
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -160,6 +161,24 @@ class TestStore:
         )
         assert texts(verify_store(path)) == ["its records overlap: together they are larger than the file"]
 
+    def test_a_record_that_lies_outside_the_file_is_named(
+        self, tmp_path: Path, format_name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        make_arrays = Writer._arrays
+
+        def forged(writer: Writer, *rest: Any) -> dict[str, Any]:
+            arrays = {name: array.copy() for name, array in make_arrays(writer, *rest).items()}
+            arrays["shapes"][1, 0] = -1
+            arrays["offsets"][2] = 1 << 40
+            return arrays
+
+        monkeypatch.setattr(Writer, "_arrays", forged)
+        found = verify_store(make_store(tmp_path, format_name, own_sizes=True))
+        assert texts(found) == [
+            "record 1 (class1/picture 1.jpg): it does not lie in the file",
+            "record 2 (class2/picture 2.jpg): it does not lie in the file",
+        ]
+
     def test_problems_beyond_a_limit_are_counted(self, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(findings, "MOST_PROBLEMS", 3)
         info = Reader(store).info
@@ -247,12 +266,11 @@ class TestSource:
         return f"{reader.array('source_sizes')[index]:,} bytes then, {now:,} now"
 
     def test_a_sample_decodes_few_and_looks_at_the_size_of_all(self, store: Path, pictures: Path) -> None:
-        save(pictures / "bee" / "0001.jpg", formula_picture(9, 9))
-        (pictures / "bee" / "0002.jpg").chmod(0o600)
+        save(pictures / "bee" / "0003.jpg", formula_picture(9, 9))  # of the records 0, 5 and 11 none
         found = verify_store(store, pictures, sample=3)
         assert found.pictures == 3
         assert texts(found) == [
-            f"record 5 (bee/0001.jpg): its source is not the file that was converted ({self.sizes(store, pictures, 5)})"
+            f"record 7 (bee/0003.jpg): its source is not the file that was converted ({self.sizes(store, pictures, 7)})"
         ]
         seen: list[int] = []
         verify_store(store, pictures, sample=3, progress=lambda stage, done, _: seen.append(done * (stage != "bytes")))
@@ -304,6 +322,8 @@ class TestSource:
         versions = source_comparison.tool_versions
         monkeypatch.setattr(source_comparison, "tool_versions", lambda: {**versions(), "pillow": "99.0"})
         (note,) = verify_store(store, pictures).notes
+        monkeypatch.setattr(source_comparison, "load_record", load)
+        assert verify_store(store, pictures).notes == ()
         assert note.endswith(f"which is no damage: pillow {versions()['pillow']} then, 99.0 here")
 
     def test_a_source_that_is_not_readable_any_more(self, store: Path, pictures: Path) -> None:
