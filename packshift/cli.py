@@ -283,8 +283,11 @@ def verify(store: str, source: str | None, sample: int | None, jobs: int | None,
 
     if sample is not None and source is None:
         raise click.UsageError("--sample says how many pictures of --source to decode; give both")
-    with _progress_bars(quiet=quiet) as progress:
-        found = verify_store(store, source, sample=sample, jobs=jobs, progress=progress)
+    try:
+        with _progress_bars(quiet=quiet) as progress:
+            found = verify_store(store, source, sample=sample, jobs=jobs, progress=progress)
+    except KeyboardInterrupt:
+        raise click.ClickException("interrupted before everything was checked") from None
     if as_json:
         _print_json(verification_json(found))
     else:

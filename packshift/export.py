@@ -33,6 +33,7 @@ IMAGE_FORMATS = {"png": b".png", "jpeg": b".jpg"}
 _REPLACED, _APPENDED, _KEPT = range(3)
 _COSTS = (0, 1, 1000)
 _NEVER = 1 << 60
+_LONGEST_PATH = 4096  # bytes; no system that packshift runs on opens a longer one
 _PNG_LEVEL = 3  # zlib's; 6, its default, takes twice the time for files 4 % smaller (124 photos of 256 x 256)
 
 ExportProgress = Callable[[str, int, int], None]
@@ -193,9 +194,11 @@ class _Names:
         """Check every path; return the folders that could be taken for an exported file."""
         reserved = set()
         for index in range(len(self)):
-            parts = self._paths.raw(index).split(b"/")
-            if not all(map(_is_safe_part, parts)):
-                raise _unsafe(reader, f"the path {printable(self._paths[index])!r} of its record {index}")
+            path = self._paths.raw(index)
+            parts = path[: _LONGEST_PATH + 1].split(b"/")
+            if len(path) > _LONGEST_PATH or not all(map(_is_safe_part, parts)):
+                shown = printable(decode_name(path[:200]))
+                raise _unsafe(reader, f"the path {shown!r} of its record {index}")
             self._hidden += any(part.startswith(b".") for part in parts)
             original = self.original(index)
             while b"/" in original:

@@ -2,10 +2,10 @@
 
     python tests/fuzz_stores.py --mutations 10000 --seed 0
 
-Each damaged store goes through info, verify, and a dataset (first, last, a batch, names, labels) in a child process, which
-is restarted when it dies. A finding is: another exception, an error of several lines, a signal, more than `PATIENCE`
-seconds, more memory than `MEMORY`, or `verify` calling a store sound in which a byte was changed (stores that were forged
-with right checksums may be sound). Exit code 1 if there was one.
+Each damaged store goes through info, verify, export, and a dataset (first, last, a batch, names, labels) in a child process,
+which is restarted when it dies. A finding is: another exception, an error of several lines, a signal, more than `PATIENCE`
+seconds, more memory than `MEMORY`, a file outside the folder of the export, or `verify` calling a store sound in which a byte
+was changed (stores that were forged with right checksums may be sound). Exit code 1 if there was one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import random
 import resource
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -254,6 +255,7 @@ FORGED: tuple[Mutation, ...] = (forge_header, forge_numbers, forge_array, forge_
 def read_everything(path: str) -> dict[str, Any]:
     """What each way of reading said: "ok", or the error's type."""
     from packshift import open_dataset
+    from packshift.export import export_store
     from packshift.report import info_json, info_text, verification_json, verification_text
     from packshift.stores._reader import Reader
     from packshift.verification import verify_store
@@ -281,7 +283,19 @@ def read_everything(path: str) -> dict[str, Any]:
             opened.__getitems__([0, count // 2, -1])
             opened.paths[0], opened.paths[-1], opened.targets[0], opened.meta(-1), opened.classes, repr(opened)
 
-    said = {what.__name__: _outcome(what) for what in (information, verified, dataset)}
+    def exported() -> None:
+        folder = Path(f"{path} exported")
+        folder.mkdir()
+        try:
+            export_store(path, folder / "here", jobs=1)
+        finally:
+            beside = [each for place in (folder, folder.parent) for each in place.iterdir()]
+            shutil.rmtree(folder)
+            if unexpected := {each for each in beside if each not in (folder, folder / "here")} - before:
+                raise AssertionError(f"written outside the folder: {unexpected}")
+
+    before = set(Path(path).parent.iterdir())
+    said = {what.__name__: _outcome(what) for what in (information, verified, dataset, exported)}
     if sound == [False]:
         said["verified"] = "problems"
     return {"said": said, "sound": sound == [True]}
@@ -307,6 +321,7 @@ def child() -> None:
 
     torch.set_num_threads(1)
     import packshift.datasets
+    import packshift.export
     import packshift.report
     import packshift.verification  # noqa: F401
 

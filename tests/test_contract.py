@@ -349,6 +349,19 @@ class TestOtherFiles:
         place = HeaderPlace(5000, len(text), zlib.crc32(text.encode()), len(data))
         assert "its header is not JSON" in self.refusal(path, NotAStoreError)
 
+    @pytest.mark.parametrize("where", ["class", "skipped"])
+    def test_a_name_that_no_file_can_have(self, where: str, tmp_path: Path, format_name: str) -> None:
+        """A lone surrogate that stands for no byte: it could not even be written out again."""
+        path = write_store(
+            tmp_path / "store",
+            format_name,
+            make_records([(4, 4)]),
+            classes=["\ud800"] if where == "class" else ["class0"],
+            skipped=[Skipped("\ud800" if where == "skipped" else "x.jpg", "empty file")],
+        )
+        with pytest.raises(DamagedStoreError, match="makes no sense|list of skipped files cannot be read"):
+            assert Reader(path).skipped is None
+
     @pytest.mark.parametrize("name", ["labels", "paths", "path_offsets", "checksums", "skipped"])
     def test_a_changed_byte_in_a_side_array_is_noticed(self, store: Path, name: str) -> None:
         place = Reader(store).info.arrays[name]

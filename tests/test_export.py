@@ -161,6 +161,7 @@ class TestStrangers:
             "class0/\0.jpg",
             "..",
             "./x.jpg",
+            "a/" * 500_000 + "x",
         ],
     )
     def test_a_path_that_leads_out_is_refused_before_anything_is_written(

@@ -414,6 +414,13 @@ class TestCommand:
         os.truncate(store, store.stat().st_size // 2)
         assert "copied" in (line := error_line(run("verify", store), 1)) or "copy it again" in line
 
+    def test_ctrl_c_is_one_line(self, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupted(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(verification, "verify_store", interrupted)
+        assert error_line(run("verify", store), 1) == "packshift: interrupted before everything was checked"
+
     def test_as_a_real_process(self, tmp_path: Path, suffix: str) -> None:
         store = tmp_path / f"photos{suffix}"
         convert(SAMPLE_PHOTOS, store)

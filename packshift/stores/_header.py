@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from packshift.errors import DamagedStoreError, NewerVersionError, NotAStoreError
-from packshift.record import ArrayPlace, StoreInfo
+from packshift.record import ArrayPlace, StoreInfo, encode_name
 
 MAGIC = "packshift"
 VERSION = 1
@@ -114,6 +114,8 @@ def _picture_shape(shape: Any) -> tuple[int, int, int]:
 def _strings(names: Any) -> tuple[str, ...]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError("expected a list of names")
+    for name in names:
+        encode_name(name)  # raises ValueError for what can be no file's name
     return tuple(names)
 
 

@@ -31,7 +31,7 @@ from packshift.errors import (
     UnfinishedStoreError,
 )
 from packshift.machine import usable_memory
-from packshift.record import ArrayPlace, Names, Skipped, StoreInfo, bytes_of
+from packshift.record import ArrayPlace, Names, Skipped, StoreInfo, bytes_of, encode_name
 from packshift.stores import formats, get_format
 from packshift.stores._format import UNFINISHED, Format
 from packshift.stores._header import decode_header
@@ -142,9 +142,11 @@ class Reader:
     def skipped(self) -> Sequence[Skipped]:
         """The source files that gave no record, with the reason."""
         try:
-            return tuple(
-                Skipped(str(row["path"]), str(row["reason"])) for row in json.loads(self.array("skipped").tobytes())
-            )
+            rows = json.loads(self.array("skipped").tobytes())
+            skipped = tuple(Skipped(str(row["path"]), str(row["reason"])) for row in rows)
+            for each in skipped:
+                encode_name(each.path)  # raises ValueError for what can be no file's name
+            return skipped
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise self._damaged("its list of skipped files cannot be read") from error
 
