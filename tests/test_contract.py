@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -24,6 +25,7 @@ from packshift.errors import (
     NewerVersionError,
     NotAStoreError,
     StoreError,
+    TargetError,
     UnfinishedStoreError,
 )
 from packshift.record import Record, Skipped
@@ -127,6 +129,22 @@ class TestRecords:
         payload = 100 * 64 * 64 * 3
         assert payload < found.st_size < payload * 1.5
         assert found.st_blocks * 512 >= found.st_size
+
+    def test_a_disk_that_is_full_when_the_length_is_set(
+        self, tmp_path: Path, format_name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An error inside what h5py calls back into: it must come out as itself, whatever h5py makes of it."""
+        real = os.ftruncate
+
+        def ftruncate(fd: int, nbytes: int) -> None:
+            if nbytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            real(fd, nbytes)
+
+        monkeypatch.setattr(os, "ftruncate", ftruncate)
+        with pytest.raises(TargetError, match="the disk is full after"):
+            write_store(tmp_path / "store", format_name, make_records([(8, 8)]))
+        assert list(tmp_path.iterdir()) == []
 
 
 class TestDataset:
@@ -359,7 +377,7 @@ class TestOtherFiles:
             classes=["\ud800"] if where == "class" else ["class0"],
             skipped=[Skipped("\ud800" if where == "skipped" else "x.jpg", "empty file")],
         )
-        with pytest.raises(DamagedStoreError, match="makes no sense|list of skipped files cannot be read"):
+        with pytest.raises(DamagedStoreError, match=r"makes no sense|list of skipped files cannot be read"):
             assert Reader(path).skipped is None
 
     @pytest.mark.parametrize("name", ["labels", "paths", "path_offsets", "checksums", "skipped"])

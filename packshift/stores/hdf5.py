@@ -176,7 +176,7 @@ class HDF5Format:
                 places = {name: _add_array(stored, name, array) for name, array in arrays.items()}
                 text = np.frombuffer(encode_header(header, places), np.uint8)
                 place = _add_array(stored, "header", text)
-        except (OSError, RuntimeError, ValueError):
+        except Exception:  # raised again; in place of ours h5py reports errors of many types, even AttributeError
             if window.error is not None:
                 raise window.error from None
             raise
