@@ -308,3 +308,128 @@ def info(store: str, all_skipped: bool, verbose: bool, as_json: bool) -> None:
         _echo(info_text(reader, all_skipped=all_skipped))
         if verbose:
             _echo(reading_text(reader))
+
+
+@main.command()
+@click.argument("store", type=click.Path())
+@click.option(
+    "--source",
+    metavar="SRC",
+    type=click.Path(),
+    help="Also decode the pictures of this folder again and compare: same files, same pixels?",
+)
+@click.option(
+    "--sample", type=click.IntRange(min=1), help="With --source, decode only this many pictures, evenly spread."
+)
+@click.option(
+    "--jobs", type=click.IntRange(min=1), help="Threads that check.  [default: the CPUs this process may use]"
+)
+@json_option
+@quiet_option
+def verify(store: str, source: str | None, sample: int | None, jobs: int | None, as_json: bool, quiet: bool) -> int:
+    """Check every byte of STORE: is each record what was written, and the file whole and in order?
+
+    Each problem is one line on stderr and names its record and source path. Nothing is repaired.
+
+    \b
+    packshift verify photos.lmdb
+    packshift verify photos.lmdb --source photos/ --sample 1000
+
+    Exit code 0 means that all is as it should be, 1 that something is not.
+    """
+    from packshift.report import verification_json, verification_text
+    from packshift.verification import verify_store
+
+    if sample is not None and source is None:
+        raise click.UsageError("--sample says how many pictures of --source to decode; give both")
+    try:
+        with _progress_bars(quiet=quiet) as progress:
+            found = verify_store(store, source, sample=sample, jobs=jobs, progress=progress)
+    except KeyboardInterrupt:
+        raise click.ClickException("interrupted before everything was checked") from None
+    if as_json:
+        _print_json(verification_json(found))
+    else:
+        for problem in found.problems:
+            _echo(f"packshift: {printable(found.path)}: {problem}", err=True)
+        more = found.faults + found.differences - len(found.problems)
+        if more:
+            _echo(f"packshift: {printable(found.path)}: and {more:,} more problems", err=True)
+        for note in found.notes:
+            _echo(f"note: {note}", err=True)
+        if not quiet:
+            _echo(verification_text(found))
+    return 0 if found.passed else FAILED
+
+
+@main.command("export")
+@click.argument("store", type=click.Path())
+@click.argument("folder", metavar="DIR", type=click.Path())
+@click.option(
+    "--image-format",
+    type=click.Choice(["png", "jpeg"]),
+    default="png",
+    show_default=True,
+    help="png: lossless, gives the same records again; jpeg: smaller, changes pixels.",
+)
+@click.option("--quality", type=click.IntRange(1, 100), default=90, show_default=True, help="Of JPEG pictures.")
+@click.option(
+    "--jobs", type=click.IntRange(min=1), help="Pictures encoded at a time.  [default: the CPUs this process may use]"
+)
+@json_option
+@quiet_option
+def export_command(
+    store: str, folder: str, image_format: str, quality: int, jobs: int | None, as_json: bool, quiet: bool
+) -> int:
+    """Write the records of STORE as pictures into DIR, a new or empty folder, in class folders, under their old names.
+
+    Converting DIR again with the same --size gives the same records in the same order (from png, to the bit).
+
+    \b
+    packshift export photos.lmdb photos-again/
+    packshift export photos.lmdb photos-again/ --image-format jpeg --quality 95
+
+    Exit code 3 means that some records are damaged and were left out; each is named on stderr.
+    """
+    from packshift.export import export_store
+    from packshift.report import export_json, export_text
+
+    try:
+        with _progress_bars(quiet=quiet) as progress:
+            report = export_store(
+                store, folder, image_format=image_format, quality=quality, jobs=jobs, progress=progress
+            )
+    except KeyboardInterrupt:
+        raise click.ClickException(f"interrupted: what was written so far is left in {folder}") from None
+    for skipped in report.skipped:
+        _echo(f"skipped {printable(skipped.path)}: {skipped.reason}", err=True)
+    for note in report.notes:
+        _echo(f"note: {note}", err=True)
+    if as_json:
+        _print_json(export_json(report))
+    elif not quiet:
+        _echo(export_text(report))
+    return SOME_SKIPPED if report.skipped else 0
+
+
+@contextmanager
+def _progress_bars(*, quiet: bool) -> Iterator[Callable[[str, int, int], None] | None]:
+    """A bar on stderr per stage of a command ("bytes", "pictures"); none where stderr is not a terminal."""
+    if quiet or sys.stderr is None:
+        yield None
+        return
+    from tqdm import tqdm
+
+    bars: dict[str, tqdm] = {}
+
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage not in bars:
+            unit = {"unit": "B", "unit_scale": True} if stage == "bytes" else {"unit": f" {stage}"}
+            bars[stage] = tqdm(total=total, disable=None, file=sys.stderr, dynamic_ncols=True, **unit)
+        bars[stage].update(done - bars[stage].n)
+
+    try:
+        yield progress
+    finally:
+        for bar in bars.values():
+            bar.close()

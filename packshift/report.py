@@ -10,12 +10,14 @@ import numpy as np
 
 from packshift.conversion import Report
 from packshift.duplicates import Duplicates, find_duplicates
+from packshift.export import ExportReport
 from packshift.machine import usable_memory
 from packshift.planning import Outlook, Plan
 from packshift.preprocess import NOTES
 from packshift.sources._tree import OUTSIDE_CLASS
 from packshift.stores._reader import Reader
 from packshift.text import counted, human_bytes, human_time, printable
+from packshift.verification import Verification
 
 _CLASSES_SHOWN = 20
 _NAMES_SHOWN = 3
@@ -209,3 +211,38 @@ def _shortened(lines: list[str], limit: int, everything: bool, hint: str) -> lis
     if everything or len(lines) <= limit:
         return lines
     return [*lines[:limit], f"  ... and {len(lines) - limit:,} more ({hint})"]
+
+
+def verification_text(verification: Verification) -> str:
+    """The summary; problems are told apart from it, one a line (`str(problem)`)."""
+    name = printable(verification.path)
+    speed = verification.store_bytes / verification.seconds if verification.seconds else 0.0
+    size = f"{counted(verification.count, 'record')}, {human_bytes(verification.store_bytes)}"
+    if verification.sound:
+        lines = [f"{name}: sound: every byte is what was written; {size}"]
+    else:
+        lines = [f"{name}: not sound: {counted(verification.faults, 'problem')}; {size}"]
+    if verification.pictures is not None and verification.source is not None:
+        differs = f"{counted(verification.differences, 'difference')}" if verification.differences else "no difference"
+        decoded = counted(verification.pictures, "picture")
+        lines.append(f"{printable(verification.source)}: {differs}; {decoded} decoded")
+    lines.append(f"{verification.seconds:.1f} s" + ("" if verification.pictures else f", {human_bytes(speed)}/s"))
+    return "\n".join(lines)
+
+
+def verification_json(verification: Verification) -> dict[str, Any]:
+    return {"passed": verification.passed, "sound": verification.sound, **asdict(verification)}
+
+
+def export_text(report: ExportReport) -> str:
+    count = report.written + len(report.skipped)
+    lines = [
+        f"{report.written:,} of {counted(count, 'record')} written to {printable(report.target)} as "
+        f"{report.image_format}, {human_bytes(report.file_bytes)}",
+        f"{report.seconds:.1f} s",
+    ]
+    return "\n".join(lines)
+
+
+def export_json(report: ExportReport) -> dict[str, Any]:
+    return asdict(report)

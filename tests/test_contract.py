@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import json
 import os
 import pickle
 import shutil
@@ -23,10 +25,12 @@ from packshift.errors import (
     NewerVersionError,
     NotAStoreError,
     StoreError,
+    TargetError,
     UnfinishedStoreError,
 )
 from packshift.record import Record, Skipped
 from packshift.stores import _header, get_format
+from packshift.stores._format import HeaderPlace
 from packshift.stores._partial import partial_file
 from packshift.stores._reader import Reader
 from packshift.stores._writer import Writer
@@ -125,6 +129,22 @@ class TestRecords:
         payload = 100 * 64 * 64 * 3
         assert payload < found.st_size < payload * 1.5
         assert found.st_blocks * 512 >= found.st_size
+
+    def test_a_disk_that_is_full_when_the_length_is_set(
+        self, tmp_path: Path, format_name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An error inside what h5py calls back into: it must come out as itself, whatever h5py makes of it."""
+        real = os.ftruncate
+
+        def ftruncate(fd: int, nbytes: int) -> None:
+            if nbytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            real(fd, nbytes)
+
+        monkeypatch.setattr(os, "ftruncate", ftruncate)
+        with pytest.raises(TargetError, match="the disk is full after"):
+            write_store(tmp_path / "store", format_name, make_records([(8, 8)]))
+        assert list(tmp_path.iterdir()) == []
 
 
 class TestDataset:
@@ -333,6 +353,32 @@ class TestOtherFiles:
         message = self.refusal(path, NewerVersionError)
         assert "version 7" in message
         assert "update packshift" in message
+
+    @pytest.mark.parametrize("number", [float("nan"), float("inf"), "1e999"])
+    def test_a_header_with_no_json_number(
+        self, number: float | str, tmp_path: Path, format_name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Python's parser takes them, and every JSON document made from the header would be broken."""
+        text = json.dumps({"magic": "packshift", "version": 1, "x": number}).replace('"1e999"', "1e999")
+        monkeypatch.setattr(get_format(format_name), "find_header", lambda view, path: place)
+        path = write_store(tmp_path / "store", format_name, make_records([(40, 40)]))
+        data = path.read_bytes()[:5000] + text.encode()
+        path.write_bytes(data)
+        place = HeaderPlace(5000, len(text), zlib.crc32(text.encode()), len(data))
+        assert "its header is not JSON" in self.refusal(path, NotAStoreError)
+
+    @pytest.mark.parametrize("where", ["class", "skipped"])
+    def test_a_name_that_no_file_can_have(self, where: str, tmp_path: Path, format_name: str) -> None:
+        """A lone surrogate that stands for no byte: it could not even be written out again."""
+        path = write_store(
+            tmp_path / "store",
+            format_name,
+            make_records([(4, 4)]),
+            classes=["\ud800"] if where == "class" else ["class0"],
+            skipped=[Skipped("\ud800" if where == "skipped" else "x.jpg", "empty file")],
+        )
+        with pytest.raises(DamagedStoreError, match=r"makes no sense|list of skipped files cannot be read"):
+            assert Reader(path).skipped is None
 
     @pytest.mark.parametrize("name", ["labels", "paths", "path_offsets", "checksums", "skipped"])
     def test_a_changed_byte_in_a_side_array_is_noticed(self, store: Path, name: str) -> None:

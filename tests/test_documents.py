@@ -66,6 +66,17 @@ def comparable(text: str) -> list[str]:
     ]
 
 
+def test_the_commands_that_check_and_export_run(folder: Path) -> None:
+    convert(SAMPLE_PHOTOS, folder / "sample.lmdb")
+    checking, exporting = (block.strip() for block in blocks(README, "sh")[2:4])
+    done = shell(checking)
+    assert done.returncode == 0, done.stderr
+    assert "no difference; 24 pictures decoded" in done.stdout
+    done = shell(exporting)
+    assert done.returncode == 0, done.stderr
+    assert len(list((folder / "photos-again").rglob("*.png"))) == 24
+
+
 def test_the_training_loop_runs(folder: Path) -> None:
     convert(SAMPLE_PHOTOS, folder / "sample.lmdb")
     (folder / "train.py").write_text(blocks(README, "python")[0])

@@ -76,6 +76,17 @@ class Format(Protocol):
         """Read the finished file with the format's own library; raise `StoreError` where that finds something else."""
         ...
 
+    def structure_problems(self, path: Path) -> list[str] | None:
+        """What a verifier that belongs to the format finds in a file that nobody has checked yet, one line each.
+
+        It must not hand the file to the format's library. None: there is no such verifier on this machine.
+        """
+        ...
+
+    def written_with(self) -> str:
+        """What else than packshift decides about the bytes, as words to put behind a sentence; empty: nothing."""
+        ...
+
     def recognises(self, head: bytes) -> bool:
         """Whether a file that begins with `head` (up to 4,608 bytes) is of this format, made by packshift or not."""
         ...

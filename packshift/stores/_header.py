@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from packshift.errors import DamagedStoreError, NewerVersionError, NotAStoreError
-from packshift.record import ArrayPlace, StoreInfo
+from packshift.record import ArrayPlace, StoreInfo, encode_name
 
 MAGIC = "packshift"
 VERSION = 1
@@ -44,7 +44,7 @@ def decode_header(data: bytes, format_name: str, path: Path) -> StoreInfo:
     Raises NotAStoreError where it is somebody else's JSON, NewerVersionError, DamagedStoreError.
     """
     try:
-        header = json.loads(data)
+        header = json.loads(data, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise NotAStoreError(f"{path} is not a packshift store: its header is not JSON") from error
     if not isinstance(header, dict) or header.get("magic") != MAGIC:
@@ -57,7 +57,15 @@ def decode_header(data: bytes, format_name: str, path: Path) -> StoreInfo:
     try:
         return _info(header, format_name)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedStoreError(f"{path} is damaged: its header makes no sense ({error!r})") from error
+        raise DamagedStoreError(f"{path} is damaged: its header makes no sense ({repr(error)[:200]})") from error
+
+
+def _finite(text: str) -> float:
+    """A number of JSON; Python's parser takes NaN, Infinity and 1e999 as well, which no other reads again."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a number in JSON")
+    return number
 
 
 def _info(header: Mapping[str, Any], format_name: str) -> StoreInfo:
@@ -106,6 +114,8 @@ def _picture_shape(shape: Any) -> tuple[int, int, int]:
 def _strings(names: Any) -> tuple[str, ...]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError("expected a list of names")
+    for name in names:
+        encode_name(name)  # raises ValueError for what can be no file's name
     return tuple(names)
 
 

@@ -31,7 +31,7 @@ from packshift.errors import (
     UnfinishedStoreError,
 )
 from packshift.machine import usable_memory
-from packshift.record import ArrayPlace, Names, Skipped, StoreInfo, bytes_of
+from packshift.record import ArrayPlace, Names, Skipped, StoreInfo, bytes_of, encode_name
 from packshift.stores import formats, get_format
 from packshift.stores._format import UNFINISHED, Format
 from packshift.stores._header import decode_header
@@ -71,6 +71,7 @@ class Reader:
                 f"{self.path} was replaced since this dataset was opened; make the dataset again to read the new store"
             )
         self.identity = place.crc32
+        self.header_place = place
         self.info: StoreInfo = decode_header(text, known.name, self.path)
         self._bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self._arrays: dict[str, NDArray[Any]] = {}
@@ -106,6 +107,10 @@ class Reader:
             if info.count < 1 or info.stride < size or end > self.file_size:
                 raise self._damaged("its records lie outside the file")
 
+    def header_text(self) -> bytes:
+        """The header's JSON."""
+        return bytes_of(self._bytes[self.header_place.offset :][: self.header_place.nbytes]).tobytes()
+
     def array(self, name: str) -> NDArray[Any]:
         """A side array as a read-only view of the map, checked against its CRC-32; raises DamagedStoreError."""
         if name not in self._arrays:
@@ -137,9 +142,11 @@ class Reader:
     def skipped(self) -> Sequence[Skipped]:
         """The source files that gave no record, with the reason."""
         try:
-            return tuple(
-                Skipped(str(row["path"]), str(row["reason"])) for row in json.loads(self.array("skipped").tobytes())
-            )
+            rows = json.loads(self.array("skipped").tobytes())
+            skipped = tuple(Skipped(str(row["path"]), str(row["reason"])) for row in rows)
+            for each in skipped:
+                encode_name(each.path)  # raises ValueError for what can be no file's name
+            return skipped
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise self._damaged("its list of skipped files cannot be read") from error
 

@@ -19,6 +19,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -250,6 +251,19 @@ class LMDBFormat:
             raise StoreError(f"{path}: LMDB cannot read back what was written: {error}") from error
         if entries != expected or None in ends:
             raise StoreError(f"{path}: LMDB reads back {entries} entries where {expected} were written")
+
+    def structure_problems(self, path: Path) -> list[str] | None:
+        try:
+            verifier = import_module("lmdb.verify")
+        except ModuleNotFoundError:
+            return None
+        try:
+            return [str(problem) for problem in verifier.verify(str(path))]
+        except verifier.VerifyError as error:
+            return [str(error)]
+
+    def written_with(self) -> str:
+        return ""
 
     def recognises(self, head: bytes) -> bool:
         return len(head) >= _META_OFFSET + 8 and head[_META_OFFSET : _META_OFFSET + 4] == struct.pack("<I", _MAGIC)
