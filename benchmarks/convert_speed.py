@@ -1,13 +1,18 @@
 """How near a conversion comes to decoding and resizing alone.
 
-    python benchmarks/convert_speed.py PICTURES [--jobs 2] [--rounds 5] [--json FILE]
+    python benchmarks/convert_speed.py PICTURES [--jobs 2] [--rounds 5] [--times 5] [--fast-decode] [--json FILE]
 
 The limit is Pillow alone: open, load, upright, RGB, resize, crop, nothing kept, on as many processes (and, as a second
-figure, threads) as the conversion has jobs. Limit and conversion take turns, round by round, so that both see the same
+figure, threads) as the conversion has jobs; a third figure is Pillow alone with the pixels given out as an array, which
+is the least that any use of them needs. Limit and conversion take turns, round by round, so that both see the same
 machine; the result is the median over rounds of the ratio within each round. All files are read once beforehand, so the
-page cache is warm for every side. Writing goes to --out, a temporary folder by default. With --times 5 every picture is
-converted five times (through links), so that the fixed costs of a run (starting threads, two waits for the disk) weigh
-as little as they do on a set of thousands.
+page cache is warm for every side.
+
+A conversion is the command in a fresh process, and its time the one that it reports, from the arguments to the store
+published and on disk; starting Python is not in it, as starting the limit's processes is not in the limit. Writing goes
+to --out, a temporary folder by default. With --times 5 every picture is converted five times (through links), so that the
+fixed costs of a run (two waits for the disk) weigh as little as they do on a set of thousands. With the extra
+packshift[turbo] installed, a second pair of rows shows the conversion with it; without it, it is switched off.
 """
 
 from __future__ import annotations
@@ -16,22 +21,41 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 from PIL import Image, ImageOps
 
-from packshift import convert
 from packshift.machine import usable_cpus
 
 SIZE = 256
+HAS_TURBO = find_spec("simplejpeg") is not None
+CONVERSIONS = [
+    (f"{suffix}{' with turbo' * turbo}", suffix, turbo)
+    for turbo in (False, True)[: 1 + HAS_TURBO]
+    for suffix in ("lmdb", "h5")
+]
+LABELS = {
+    "processes": "decode alone, processes",
+    "threads": "decode alone, threads",
+    "array": "decode to an array, processes",
+    **{name: f"convert to {name}" for name, *_ in CONVERSIONS},
+}
 
 
 def decode_alone(path: str) -> int:
     """Resize(256) and CenterCrop(256) with Pillow, without a needless copy."""
+    return _decoded(path).getpixel((0, 0))[0]
+
+
+def _decoded(path: str) -> Image.Image:
     with Image.open(path) as image:
         ImageOps.exif_transpose(image, in_place=True)
         image = image if image.mode == "RGB" else image.convert("RGB")
@@ -41,7 +65,24 @@ def decode_alone(path: str) -> int:
     long = int(SIZE * long / short)
     image = image.resize((SIZE, long) if width <= height else (long, SIZE), Image.Resampling.BILINEAR)
     left, top = round((image.width - SIZE) / 2), round((image.height - SIZE) / 2)
-    return image.crop((left, top, left + SIZE, top + SIZE)).getpixel((0, 0))[0]
+    return image.crop((left, top, left + SIZE, top + SIZE))
+
+
+def decode_to_array(path: str) -> int:
+    """The same, and the pixels as an array of uint8 (256, 256, 3)."""
+    return int(np.asarray(_decoded(path))[0, 0, 0])
+
+
+def convert_rate(count: int, pictures: Path, target: Path, jobs: int, *, turbo: bool, fast_decode: bool) -> float:
+    words = [sys.executable, "-m", "packshift", "convert", pictures, target, "--jobs", str(jobs), "--json", "-q"]
+    done = subprocess.run(
+        words + ["--fast-decode"] * fast_decode,
+        env={**os.environ, "PACKSHIFT_TURBO": str(int(turbo))},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    target.unlink()
+    return count / json.loads(done.stdout)["seconds"]
 
 
 def rate(count: int, work) -> float:
@@ -56,6 +97,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=usable_cpus())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--times", type=int, default=1)
+    parser.add_argument("--fast-decode", action="store_true")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
@@ -78,25 +120,38 @@ def main() -> None:
             row = {
                 "processes": rate(len(paths), lambda: list(processes.map(decode_alone, paths, chunksize=4))),
                 "threads": rate(len(paths), lambda: list(threads.map(decode_alone, paths))),
+                "array": rate(len(paths), lambda: list(processes.map(decode_to_array, paths, chunksize=4))),
             }
-            for suffix in ("lmdb", "h5"):
-                target = Path(folder) / f"round{number}.{suffix}"
-                row[suffix] = rate(len(paths), lambda target=target: convert(pictures, target, jobs=options.jobs))
-                target.unlink()
+            for name, suffix, turbo in CONVERSIONS:
+                row[name] = convert_rate(
+                    len(paths),
+                    pictures,
+                    Path(folder) / f"round{number}.{suffix}",
+                    options.jobs,
+                    turbo=turbo,
+                    fast_decode=options.fast_decode,
+                )
             row["limit"] = max(row["processes"], row["threads"])
             rounds.append(row)
 
     print(f"{len(paths)} pictures, {options.jobs} jobs, {options.rounds} rounds, images/s (median, lowest, highest):")
-    for name in ("processes", "threads", "lmdb", "h5"):
+    for name, label in LABELS.items():
         values = sorted(row[name] for row in rounds)
-        label = f"decode alone, {name}" if name in ("processes", "threads") else f"convert to {name}"
-        print(f"  {label:<26}{statistics.median(values):7.0f}{values[0]:7.0f}{values[-1]:7.0f}")
-    result = {"pictures": len(paths), "jobs": options.jobs, "rounds": rounds, "limit_fraction": {}}
-    for name in ("lmdb", "h5"):
-        ratios = sorted(row[name] / row["limit"] for row in rounds)
-        result["limit_fraction"][name] = statistics.median(ratios)
-        spread = f"{ratios[0]:.1%} to {ratios[-1]:.1%}"
-        print(f"  {name} reaches {statistics.median(ratios):.1%} of the faster limit ({spread})")
+        print(f"  {label:<38}{statistics.median(values):7.0f}{values[0]:7.0f}{values[-1]:7.0f}")
+    result = {
+        "pictures": len(paths),
+        "jobs": options.jobs,
+        "rounds": rounds,
+        "limit_fraction": {},
+        "array_fraction": {},
+    }
+    for name, *_ in CONVERSIONS:
+        for kind, against in (("limit_fraction", "limit"), ("array_fraction", "array")):
+            ratios = sorted(row[name] / row[against] for row in rounds)
+            result[kind][name] = statistics.median(ratios)
+            words = "the faster limit" if against == "limit" else "decoding to arrays"
+            spread = f"{ratios[0]:.1%} to {ratios[-1]:.1%}"
+            print(f"  {name} reaches {statistics.median(ratios):.1%} of {words} ({spread})")
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -184,6 +184,9 @@ def convert(
 
     Exit code 3 means that OUT is there but some pictures were skipped; each is named on stderr and by packshift info.
     """
+    # One thread until the decoding processes are forked: the library behind numpy would start some, which nothing here
+    # needs.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from packshift.conversion import run_plan
     from packshift.planning import check_room, look_ahead, make_plan
     from packshift.report import outlook_json, outlook_text, plan_text, report_json, report_text, warning_text
@@ -264,6 +267,7 @@ def _progress_bar(total: int, *, quiet: bool) -> Iterator[Callable[[int, int], N
         return
     from tqdm import tqdm
 
+    tqdm.monitor_interval = 0  # no thread of its own
     with tqdm(total=total, unit=" images", disable=None, file=sys.stderr, dynamic_ncols=True) as bar:
 
         def show(done: int, _: int) -> None:
@@ -282,6 +286,7 @@ def _scanning_bar(*, quiet: bool) -> Iterator[Callable[[int], None] | None]:
         return
     from tqdm import tqdm
 
+    tqdm.monitor_interval = 0  # no thread of its own
     with tqdm(desc="scanning", unit=" files", disable=None, file=sys.stderr, leave=False, delay=1.0) as bar:
         yield lambda found: bar.update(found - bar.n) and None
 

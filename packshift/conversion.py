@@ -260,15 +260,15 @@ class _Run:
             DecodingPool(listing.root, self.plan.settings, min(self.plan.jobs, len(todo)), loader=LOADER) as pool,
             closing(pool.outcomes((listing.sample(index) for index in todo), len(todo))) as outcomes,
         ):
-            for index, decoded in zip(todo, outcomes, strict=True):
-                self._settle(listing.sample(index), decoded)
+            for decoded in outcomes:
+                self._settle(decoded)
                 if progress is not None:
                     progress(self.done, len(listing))
 
-    def _settle(self, sample: Sample, decoded: Decoded) -> None:
+    def _settle(self, decoded: Decoded) -> None:
         """Write a record or note a skipped file, then enter it into the journal."""
         assert self._journal is not None  # `carry_on` came first; not a user's data
-        entry = decoded.entry
+        sample, entry = decoded.sample, decoded.entry
         if entry is not None and decoded.pixels is not None:
             self.writer.add(sample.name, sample.label, entry, decoded.pixels)
             outcome = Outcome(entry, "", entry.source_size, entry.source_mtime_ns, decoded.messages)

@@ -4,6 +4,10 @@ Pixels travel in one arena of shared memory, in slots that are used again, so no
 `LARGEST_ARENA` bytes of finished pictures wait for one that takes long, so that a huge file or a slow disk does not keep
 the other processes from working; in ordinary running only a few slots are ever touched.
 
+Where this process has one thread alone, as the command has, the processes are forked from it, which takes milliseconds.
+Otherwise, since a lock that another thread holds would stay locked for ever in a forked child, they are started afresh,
+which takes a fifth of a second.
+
 A process that dies is replaced, and the pictures that it had are decoded once more, one by one. A picture whose process
 dies twice is at fault.
 """
@@ -17,20 +21,21 @@ import socket
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from packshift.errors import SourceError, UsageError
 from packshift.machine import usable_memory
 from packshift.preprocess import Preprocessing
 from packshift.record import Entry, Sample
-from packshift.worker import Answer, Assignment, Task, source_state
+from packshift.worker import Answer, Assignment, become_worker, source_state, unpack
 
 BATCH = 4
 """Pictures sent to a process at a time: sparing switches between processes is worth 3 % of the time."""
@@ -51,6 +56,7 @@ class Decoded(NamedTuple):
     `source_state` is the (size in bytes, mtime in ns) of a file that gave no entry.
     """
 
+    sample: Sample
     entry: Entry | None
     reason: str
     pixels: memoryview | None
@@ -68,9 +74,36 @@ class _Pending:
     deaths: int = 0
 
 
+class _Process(Protocol):
+    """What of `subprocess.Popen` is needed here."""
+
+    @property
+    def pid(self) -> int: ...
+    def kill(self) -> None: ...
+    def wait(self) -> int: ...
+
+
+class _ForkedProcess:
+    """A child of `os.fork`, by the interface of `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def kill(self) -> None:
+        if self._code is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        if self._code is None:
+            _, status = os.waitpid(self.pid, 0)
+            self._code = os.waitstatus_to_exitcode(status)
+        return self._code
+
+
 @dataclass
 class _Worker:
-    process: subprocess.Popen[bytes]
+    process: _Process
     connection: Connection
     stderr_fd: int
     ready: bool = False
@@ -176,7 +209,7 @@ class DecodingPool:
                 start = pending.slot * self._slot_bytes
                 pixels = self._arena[start : start + answer.entry.nbytes]
             try:
-                yield Decoded(answer.entry, answer.reason, pixels, answer.source_state, answer.messages)
+                yield Decoded(pending.sample, answer.entry, answer.reason, pixels, answer.source_state, answer.messages)
             finally:
                 if pixels is not None:
                     pixels.release()
@@ -193,7 +226,7 @@ class DecodingPool:
                 return
             worker.batches.append(batch)
             try:
-                worker.connection.send([Task(pending.sample, pending.slot) for pending in batch])
+                worker.connection.send([(each.sample.name, each.sample.label, each.slot) for each in batch])
             except (BrokenPipeError, ConnectionResetError):
                 self._bury(worker, run)
 
@@ -217,7 +250,7 @@ class DecodingPool:
         for connection in wait(list(by_connection)):
             worker = by_connection[connection]
             try:
-                answers: Sequence[Answer] | None = worker.connection.recv()
+                answers = worker.connection.recv()
             except (EOFError, OSError):
                 self._bury(worker, run)
                 continue
@@ -226,7 +259,7 @@ class DecodingPool:
                 self._deaths_at_start = 0
                 continue
             for pending, answer in zip(worker.batches.popleft(), answers, strict=True):
-                self._keep(run, pending, answer)
+                self._keep(run, pending, unpack(answer))
 
     def _keep(self, run: _Run, pending: _Pending, answer: Answer) -> None:
         if answer.fatal == "memory":
@@ -261,21 +294,9 @@ class DecodingPool:
     def _start(self) -> _Worker:
         ours, theirs = socket.socketpair()
         stderr_fd = _shared_file("packshift-messages")
-        command = [sys.executable, "-c", _START, str(theirs.fileno()), *sys.path]
         try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr_fd,
-                pass_fds=(theirs.fileno(), self._arena_fd),
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "OPENBLAS_NUM_THREADS": "1",
-                    "PYTHONUTF8": str(sys.flags.utf8_mode),  # the same names for the same files
-                },
-            )
+            start = _fork if _is_single_threaded() else _spawn
+            process = start(theirs.fileno(), self._arena_fd, stderr_fd)
         except OSError as error:
             os.close(stderr_fd)
             ours.close()
@@ -288,6 +309,47 @@ class DecodingPool:
         with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: `_collect` finds out and says why
             worker.connection.send(self._assignment)
         return worker
+
+
+def _is_single_threaded() -> bool:
+    """Whether this process has one thread, native ones counted; False where that cannot be known."""
+    try:
+        return len(os.listdir("/proc/self/task")) == 1
+    except OSError:
+        return False
+
+
+def _fork(socket_fd: int, arena_fd: int, stderr_fd: int) -> _Process:
+    from PIL import Image
+
+    Image.preinit()  # once here instead of once in every child
+    pid = os.fork()
+    if pid:
+        return _ForkedProcess(pid)
+    code = 1
+    try:
+        become_worker(socket_fd, arena_fd, stderr_fd)
+        code = 0
+    except BaseException:  # noqa: BLE001  # printed, and the end of this process, which is not the one that has files to finish
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _spawn(socket_fd: int, arena_fd: int, stderr_fd: int) -> _Process:
+    return subprocess.Popen(
+        [sys.executable, "-c", _START, str(socket_fd), *sys.path],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=stderr_fd,
+        pass_fds=(socket_fd, arena_fd),
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "PYTHONUTF8": str(sys.flags.utf8_mode),  # the same names for the same files
+        },
+    )
 
 
 @dataclass

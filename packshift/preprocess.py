@@ -13,6 +13,7 @@ import operator
 import os
 import struct
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,38 @@ class Preprocessing:
         if self.background is not None:
             settings["background"] = list(self.background)
         return settings
+
+    @classmethod
+    def from_json(cls, recorded: Mapping[str, Any]) -> Preprocessing:
+        """The settings whose `to_json` is `recorded`; raises UsageError where there are none."""
+        size, fit, background = recorded.get("size"), recorded.get("fit"), recorded.get("background")
+        settings = cls(
+            None if size is None else _pair(_integers(size)),
+            "crop" if size is None else str(fit),
+            recorded.get("fast_decode") is True,
+            None if background is None else parse_background(_colour(_integers(background))),
+        )
+        if settings.to_json() != recorded:
+            raise UsageError(f"preprocessing {recorded}: expected what this packshift does")
+        return settings
+
+
+def _pair(numbers: list[int]) -> tuple[int, int]:
+    if len(numbers) != 2:
+        raise UsageError(f"size {numbers}: expected height and width")
+    return numbers[0], numbers[1]
+
+
+def _colour(numbers: list[int]) -> tuple[int, int, int]:
+    if len(numbers) != 3:
+        raise UsageError(f"background {numbers}: expected red, green and blue")
+    return numbers[0], numbers[1], numbers[2]
+
+
+def _integers(values: object) -> list[int]:
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise UsageError(f"{values!r}: expected a list of numbers")
+    return values
 
 
 def parse_size(size: int | str | tuple[int, int] | None) -> tuple[int, int] | None:

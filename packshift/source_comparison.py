@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packshift.conversion import tool_versions
-from packshift.errors import ImageError, StoreError
+from packshift.errors import ImageError, StoreError, UsageError
 from packshift.findings import Findings, Progress
 from packshift.preprocess import Preprocessing, load_record
 from packshift.record import Listing, Record, Sample, encode_name
@@ -54,19 +54,14 @@ def compare_with_source(
 
 def _settings(reader: Reader) -> Preprocessing:
     """The preprocessing that the header records; refused where it is not exactly what this packshift would do."""
-    recorded = dict(reader.info.preprocessing)
-    size, fit = recorded.get("size"), recorded.get("fit")
-    settings = None
-    if size is None:
-        settings = Preprocessing(None)
-    elif isinstance(size, list) and len(size) == 2 and all(type(side) is int for side in size) and isinstance(fit, str):
-        settings = Preprocessing((size[0], size[1]), fit)
-    if settings is None or settings.to_json() != recorded:
+    recorded = reader.info.preprocessing
+    try:
+        return Preprocessing.from_json(recorded)
+    except UsageError:
         raise StoreError(
             f"{reader.path} was preprocessed in a way that this packshift cannot repeat ({recorded}): "
             "compare it with the packshift that made it"
-        )
-    return settings
+        ) from None
 
 
 def _first_difference(listing: Listing, reader: Reader) -> str:

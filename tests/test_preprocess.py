@@ -383,3 +383,20 @@ class TestFilesThatChange:
     def test_gone(self, tmp_path: Path) -> None:
         with pytest.raises(ImageError, match="cannot be read: No such file"):
             self.load(tmp_path / "gone.jpg")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Preprocessing(),
+        Preprocessing(None),
+        Preprocessing((20, 30), "pad", fast_decode=True),
+        Preprocessing((20, 30), "stretch", background=(1, 2, 255)),
+    ],
+)
+def test_settings_come_back_from_json(settings: Preprocessing) -> None:
+    recorded = settings.to_json()
+    assert Preprocessing.from_json(recorded) == settings
+    for key, value in {"size": [0, 5], "fit": "squeeze", "filter": "nearest", "new": 1, "background": [1, 2]}.items():
+        with pytest.raises(UsageError, match=r"expected|unknown"):
+            Preprocessing.from_json({**recorded, key: value})

@@ -103,7 +103,7 @@ class Writer:
         self._check_shape(name, entry)
         front, behind = self._format.frame(self._next, entry.nbytes)
         end = self._file.write_at(self._next, front, data, bytes(behind))
-        self._note(name, label, entry)
+        self._note(name, label, entry, len(front), behind)
         if self._next != end:
             raise ValueError(f"{name}: expected {entry.nbytes} bytes for shape {entry.shape}, got others")
         if self._next - self._writing_back > _WRITE_BACK_BYTES:
@@ -113,14 +113,14 @@ class Writer:
     def take_over(self, name: str, label: int, entry: Entry, *, check: bool) -> bool:
         """Count a record that an earlier run wrote in this place. With `check`, only if its bytes are there."""
         self._check_shape(name, entry)
+        front, behind = self._format.frame(self._next, entry.nbytes)
         if check:
-            front, behind = self._format.frame(self._next, entry.nbytes)
             found = self._file.read_at(self._next, len(front) + entry.nbytes + behind)
             data = memoryview(found)[len(front) : len(front) + entry.nbytes]
             whole = len(found) == len(front) + entry.nbytes + behind and not any(found[len(front) + entry.nbytes :])
             if not whole or not found.startswith(front) or zlib.crc32(data) != entry.crc32:
                 return False
-        self._note(name, label, entry)
+        self._note(name, label, entry, len(front), behind)
         self._writing_back = self._next
         return True
 
@@ -128,10 +128,9 @@ class Writer:
         if self._shape is not None and entry.shape != self._shape:
             raise ValueError(f"{name}: expected a record of shape {self._shape}, got {entry.shape}")
 
-    def _note(self, name: str, label: int, entry: Entry) -> None:
-        """Count the record that lies at `_next`."""
-        front, behind = self._format.frame(self._next, entry.nbytes)
-        offset = self._next + len(front)
+    def _note(self, name: str, label: int, entry: Entry, before: int, behind: int) -> None:
+        """Count the record that lies at `_next`, with so many bytes of frame before and behind it."""
+        offset = self._next + before
         self._next = offset + entry.nbytes + behind
         if self._first_payload is None:
             self._first_payload = offset
