@@ -1,0 +1,287 @@
+"""One measurement of loading, run in a process of its own: what it is told comes as JSON on stdin, the result as a line of
+JSON on stdout. `packshift.isolation` starts it and watches it.
+
+What is timed is a steady state: workers are started, queues are full, and a whole number of rounds of all workers is
+counted, since batches arrive in bursts of `num_workers`. The consumer reads a byte of every page of every batch, so
+that pixels really come through the page tables, and then works, if it is told to.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from packshift.datasets import ImageFolderDataset, open_dataset
+from packshift.loader import Loader
+from packshift.memory import Memory, memory_of, memory_of_all, tree_of
+
+LOADERS = ("dataloader", "threads")
+PAGE = 4096
+_CHECKED_BATCHES = 2
+_MATMUL_SIDE = 512
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What to measure.
+
+    `path` is a store, or a folder of pictures to be read with `size` and `fit`. `images` limits how many of its items
+    are used (None: all). `loader` is "dataloader" (stock, `num_workers` processes) or "threads" (packshift's Loader,
+    `num_workers` threads, 0: one gather after the other without a loader's thread is not possible, so at least 1).
+    `seconds` is the least time measured; `step_ms` is how long the consumer works on each batch without the CPU, as a
+    GPU's owner does; `step_matmul` how many matrix products of 512 x 512 it computes on it.
+    """
+
+    path: str
+    loader: str = "dataloader"
+    batch_size: int = 64
+    num_workers: int = 0
+    prefetch_factor: int | None = None
+    start_method: str | None = None
+    pin_memory: bool = False
+    size: tuple[int, int] | None = None
+    fit: str = "crop"
+    images: int | None = None
+    seconds: float = 1.0
+    batches: int | None = None
+    step_ms: float = 0.0
+    step_matmul: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured; memory in MB of 1,000,000 bytes, times in seconds.
+
+    `first_batch_s` runs from the start of iterating to the first batch, workers' start included. `busy` is the share of
+    the time in which the consumer worked. Worker memory is the mean over the workers; `total_mb` what the kernel cannot
+    take back from all processes together, `shm_mb` the part of it that is shared memory. `checksum` is that of the
+    first two batches' pixels.
+    """
+
+    images_per_s: float
+    batches_per_s: float
+    mb_per_s: float
+    first_batch_s: float
+    cpu_s_per_1k: float
+    busy: float
+    waiting_s: float
+    images: int
+    seconds: float
+    main_rss_mb: float
+    main_pss_mb: float
+    main_uss_mb: float
+    worker_rss_mb: float | None
+    worker_pss_mb: float | None
+    worker_uss_mb: float | None
+    shm_mb: float
+    total_mb: float
+    checksum: str
+
+
+class EndlessSampler(Sampler[int]):
+    """Every item once in random order, then again in another, without end: no epoch boundary falls into a measurement."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self._count = count
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[int]:
+        rng = np.random.default_rng(self._seed)
+        while True:
+            yield from rng.permutation(self._count).tolist()
+
+
+def main() -> None:
+    told = json.load(sys.stdin)
+    size = told.get("size")
+    trial = Trial(**{**told, "size": None if size is None else (size[0], size[1])})
+    result = measure(trial)
+    print(json.dumps(asdict(result)), flush=True)
+    os._exit(0)  # workers have nothing to finish, and joining them one by one takes seconds
+
+
+def open_trial_dataset(trial: Trial) -> Dataset[Any]:
+    """The dataset of a trial."""
+    if os.path.isdir(trial.path):
+        return ImageFolderDataset(trial.path, size=trial.size, fit=trial.fit)
+    return open_dataset(trial.path)
+
+
+def measure(trial: Trial) -> Result:
+    """Run one trial in this process."""
+    dataset = open_trial_dataset(trial)
+    count = _length(dataset) if trial.images is None else min(trial.images, _length(dataset))
+    started = time.perf_counter()
+    batches = _batches(trial, dataset, EndlessSampler(count, trial.seed))
+    step = _step(trial)
+    checksum = 0
+    first_batch_s = 0.0
+    ahead = _batches_ahead(trial)
+    for number in range(max(_CHECKED_BATCHES, ahead)):
+        images = next(batches)[0]
+        if number == 0:
+            first_batch_s = time.perf_counter() - started
+        if number < _CHECKED_BATCHES:
+            checksum = zlib.crc32(images.contiguous().numpy(), checksum)
+        touch(images)
+        step()
+    timed = _timed(trial, batches, step)
+    time.sleep(0.05)  # workers fill their queues again: what is held then is what is held in training
+    return _result(timed, first_batch_s, checksum)
+
+
+@dataclass
+class _Timed:
+    images: int = 0
+    batches: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    worked: float = 0.0
+    cpu_s: float = 0.0
+
+
+def _timed(trial: Trial, batches: Iterator[Any], step: Callable[[], float]) -> _Timed:
+    """Whole rounds of all workers until `seconds` have passed, or `batches` were taken."""
+    timed = _Timed()
+    a_round = max(1, trial.num_workers)
+    pids = tree_of(os.getpid())
+    cpu_before = _cpu_seconds(pids)
+    started = time.perf_counter()
+    while True:
+        for _ in range(a_round):
+            images = next(batches)[0]
+            touch(images)
+            timed.worked += step()
+            timed.images += len(images)
+            timed.nbytes += images.numel() * images.element_size()
+            timed.batches += 1
+        timed.seconds = time.perf_counter() - started
+        if timed.seconds >= trial.seconds and timed.batches >= (trial.batches or 0):
+            break
+    timed.cpu_s = _cpu_seconds(pids) - cpu_before
+    return timed
+
+
+def _result(timed: _Timed, first_batch_s: float, checksum: int) -> Result:
+    everyone = tree_of(os.getpid())
+    workers = [memory_of(process.pid) for process in multiprocessing.active_children() if process.pid is not None]
+    main, total = memory_of(os.getpid()) or Memory(), memory_of_all(everyone)
+    known = [memory for memory in workers if memory is not None]
+    mean = _mean(known)
+    return Result(
+        images_per_s=timed.images / timed.seconds,
+        batches_per_s=timed.batches / timed.seconds,
+        mb_per_s=timed.nbytes / timed.seconds / 1e6,
+        first_batch_s=first_batch_s,
+        cpu_s_per_1k=timed.cpu_s / timed.images * 1000,
+        busy=timed.worked / timed.seconds,
+        waiting_s=timed.seconds - timed.worked,
+        images=timed.images,
+        seconds=timed.seconds,
+        main_rss_mb=main.rss / 1e6,
+        main_pss_mb=main.pss / 1e6,
+        main_uss_mb=main.uss / 1e6,
+        worker_rss_mb=None if mean is None else mean.rss / 1e6,
+        worker_pss_mb=None if mean is None else mean.pss / 1e6,
+        worker_uss_mb=None if mean is None else mean.uss / 1e6,
+        shm_mb=total.shared / 1e6,
+        total_mb=total.unreclaimable / 1e6,
+        checksum=f"{checksum:08x}",
+    )
+
+
+def _mean(memories: list[Memory]) -> Memory | None:
+    if not memories:
+        return None
+    total = sum(memories, Memory())
+    return Memory(*(value // len(memories) for value in astuple(total)))
+
+
+def _length(dataset: Dataset[Any]) -> int:
+    return len(dataset)  # type: ignore[arg-type]  # torch's Dataset promises no length, these have one
+
+
+def _batches_ahead(trial: Trial) -> int:
+    """How many batches can be ready before the clock starts: they must not be counted as having been loaded within it."""
+    return max(1, trial.num_workers) * ((trial.prefetch_factor or 2) + 1)
+
+
+def _batches(trial: Trial, dataset: Dataset[Any], sampler: EndlessSampler) -> Iterator[Any]:
+    if trial.loader == "threads":
+        return iter(
+            Loader(
+                dataset,
+                trial.batch_size,
+                sampler=sampler,
+                threads=max(1, trial.num_workers),
+                prefetch=trial.prefetch_factor or 2,
+                pin_memory=trial.pin_memory,
+            )
+        )
+    workers: dict[str, Any] = {}
+    if trial.num_workers:
+        workers = {"prefetch_factor": trial.prefetch_factor or 2, "multiprocessing_context": trial.start_method}
+    return iter(
+        DataLoader(
+            dataset,
+            trial.batch_size,
+            sampler=sampler,
+            num_workers=trial.num_workers,
+            pin_memory=trial.pin_memory,
+            **workers,
+        )
+    )
+
+
+def touch(images: torch.Tensor) -> int:
+    """Read one byte of every page of a dense tensor; returns their sum, so that no one can skip it."""
+    flat = images.as_strided((images.numel(),), (1,))
+    return int(flat[:: PAGE // images.element_size()].sum())
+
+
+def _step(trial: Trial) -> Callable[[], float]:
+    """The consumer's work on one batch; returns the seconds that it took."""
+    if trial.step_matmul:
+        matrix = torch.rand(_MATMUL_SIDE, _MATMUL_SIDE)
+
+        def multiply() -> float:
+            started = time.perf_counter()
+            for _ in range(trial.step_matmul):
+                torch.mm(matrix, matrix)
+            return time.perf_counter() - started
+
+        return multiply
+
+    def wait() -> float:
+        if not trial.step_ms:
+            return 0.0
+        started = time.perf_counter()
+        time.sleep(trial.step_ms / 1000)
+        return time.perf_counter() - started
+
+    return wait
+
+
+def _cpu_seconds(pids: list[int]) -> float:
+    """CPU time that processes have used so far, user and system."""
+    total = 0.0
+    for pid in pids:
+        try:
+            times = psutil.Process(pid).cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system
+    return total
