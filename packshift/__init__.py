@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from packshift._version import __version__
 
 if TYPE_CHECKING:
+    from packshift.benchmarking import bench
     from packshift.conversion import Report, convert
     from packshift.datasets import HDF5Dataset, ImageFolderDataset, LMDBDataset, open_dataset
     from packshift.errors import PackshiftError
@@ -29,6 +30,7 @@ _HOMES = {
     "LMDBDataset": "datasets",
     "PackshiftError": "errors",
     "Report": "conversion",
+    "bench": "benchmarking",
     "convert": "conversion",
     "open_dataset": "datasets",
 }
@@ -41,6 +43,7 @@ __all__ = [
     "PackshiftError",
     "Report",
     "__version__",
+    "bench",
     "convert",
     "open_dataset",
 ]

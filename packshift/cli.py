@@ -6,7 +6,6 @@ published; 2 wrong usage; 3 published, but some files were skipped.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -18,6 +17,8 @@ from typing import Any
 import click
 
 from packshift._version import __version__
+from packshift.cli_bench import bench_command
+from packshift.cli_shared import echo, json_option, print_json, quiet_option
 from packshift.errors import PackshiftError, UsageError
 from packshift.sources import AUTO, layout_names
 from packshift.stores import format_names
@@ -64,25 +65,6 @@ class _Commands(click.Group):
 def _fail(message: str, code: int) -> None:
     click.echo(f"packshift: {printable(message)}", err=True)
     sys.exit(code)
-
-
-def _echo(text: str, *, err: bool = False) -> None:
-    """Print whatever the terminal's encoding can show, the rest escaped, instead of failing on it."""
-    stream = sys.stderr if err else sys.stdout
-    if stream is None or not text:
-        return
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    click.echo(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
-
-
-def _print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2))
-
-
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
-quiet_option = click.option(
-    "-q", "--quiet", is_flag=True, help="No progress and no summary; warnings and errors are still told."
-)
 
 
 @click.group(
@@ -210,33 +192,33 @@ def convert(
             force=force,
             scanning=scanning,
         )
-    _echo(warning_text(plan) if quiet else plan_text(plan), err=True)
+    echo(warning_text(plan) if quiet else plan_text(plan), err=True)
     outlook = look_ahead(plan, decode=dry_run or None)
     if dry_run:
-        _print_json(outlook_json(outlook)) if as_json else _echo(outlook_text(outlook))
+        print_json(outlook_json(outlook)) if as_json else echo(outlook_text(outlook))
         return 0
     if not quiet:
-        _echo(outlook_text(outlook), err=True)
+        echo(outlook_text(outlook), err=True)
     check_room(plan, outlook)
     before = _identity(plan.target)
     try:
         with _progress_bar(len(plan.listing), quiet=quiet) as progress:
             report = run_plan(
-                plan, progress=progress, log=lambda line: None if quiet else _echo(line, err=True), started=started
+                plan, progress=progress, log=lambda line: None if quiet else echo(line, err=True), started=started
             )
     except KeyboardInterrupt as error:
         if _identity(plan.target) == before:
             raise click.ClickException(f"interrupted: {error or 'nothing was published'}") from None
-        _echo(f"packshift: interrupted, but {printable(str(plan.target))} is whole and was published", err=True)
+        echo(f"packshift: interrupted, but {printable(str(plan.target))} is whole and was published", err=True)
         return 0
     code = SOME_SKIPPED if report.skipped else 0
     try:
         for skipped in report.skipped:
-            _echo(f"skipped {printable(skipped.path)}: {skipped.reason}", err=True)
+            echo(f"skipped {printable(skipped.path)}: {skipped.reason}", err=True)
         if as_json:
-            _print_json(report_json(report))
+            print_json(report_json(report))
         elif not quiet:
-            _echo(report_text(report))
+            echo(report_text(report))
         sys.stdout.flush()
     except OSError as error:  # the store is there, whatever became of the terminal; the exit code says so
         _give_up_output(f"the store was published; its summary cannot be printed: {error.strerror}")
@@ -308,11 +290,11 @@ def info(store: str, all_skipped: bool, verbose: bool, as_json: bool) -> None:
 
     reader = Reader(store)
     if as_json:
-        _print_json(info_json(reader))
+        print_json(info_json(reader))
     else:
-        _echo(info_text(reader, all_skipped=all_skipped))
+        echo(info_text(reader, all_skipped=all_skipped))
         if verbose:
-            _echo(reading_text(reader))
+            echo(reading_text(reader))
 
 
 @main.command()
@@ -353,17 +335,17 @@ def verify(store: str, source: str | None, sample: int | None, jobs: int | None,
     except KeyboardInterrupt:
         raise click.ClickException("interrupted before everything was checked") from None
     if as_json:
-        _print_json(verification_json(found))
+        print_json(verification_json(found))
     else:
         for problem in found.problems:
-            _echo(f"packshift: {printable(found.path)}: {problem}", err=True)
+            echo(f"packshift: {printable(found.path)}: {problem}", err=True)
         more = found.faults + found.differences - len(found.problems)
         if more:
-            _echo(f"packshift: {printable(found.path)}: and {more:,} more problems", err=True)
+            echo(f"packshift: {printable(found.path)}: and {more:,} more problems", err=True)
         for note in found.notes:
-            _echo(f"note: {note}", err=True)
+            echo(f"note: {note}", err=True)
         if not quiet:
-            _echo(verification_text(found))
+            echo(verification_text(found))
     return 0 if found.passed else FAILED
 
 
@@ -407,13 +389,13 @@ def export_command(
     except KeyboardInterrupt:
         raise click.ClickException(f"interrupted: what was written so far is left in {folder}") from None
     for skipped in report.skipped:
-        _echo(f"skipped {printable(skipped.path)}: {skipped.reason}", err=True)
+        echo(f"skipped {printable(skipped.path)}: {skipped.reason}", err=True)
     for note in report.notes:
-        _echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
     if as_json:
-        _print_json(export_json(report))
+        print_json(export_json(report))
     elif not quiet:
-        _echo(export_text(report))
+        echo(export_text(report))
     return SOME_SKIPPED if report.skipped else 0
 
 
@@ -438,3 +420,6 @@ def _progress_bars(*, quiet: bool) -> Iterator[Callable[[str, int, int], None] |
     finally:
         for bar in bars.values():
             bar.close()
+
+
+main.add_command(bench_command)

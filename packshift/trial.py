@@ -16,6 +16,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, astuple, dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -23,42 +24,16 @@ import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from packshift.datasets import ImageFolderDataset, open_dataset
+from packshift.datasets import ImageFolderDataset, StoreDataset, open_dataset
+from packshift.errors import UsageError
+from packshift.isolation import LIMIT, Trial
 from packshift.loader import Loader
 from packshift.memory import Memory, memory_of, memory_of_all, tree_of
+from packshift.pagecache import drop, resident_share
 
-LOADERS = ("dataloader", "threads")
 PAGE = 4096
 _CHECKED_BATCHES = 2
 _MATMUL_SIDE = 512
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What to measure.
-
-    `path` is a store, or a folder of pictures to be read with `size` and `fit`. `images` limits how many of its items
-    are used (None: all). `loader` is "dataloader" (stock, `num_workers` processes) or "threads" (packshift's Loader,
-    `num_workers` threads, 0: one gather after the other without a loader's thread is not possible, so at least 1).
-    `seconds` is the least time measured; `step_ms` is how long the consumer works on each batch without the CPU, as a
-    GPU's owner does; `step_matmul` how many matrix products of 512 x 512 it computes on it.
-    """
-
-    path: str
-    loader: str = "dataloader"
-    batch_size: int = 64
-    num_workers: int = 0
-    prefetch_factor: int | None = None
-    start_method: str | None = None
-    pin_memory: bool = False
-    size: tuple[int, int] | None = None
-    fit: str = "crop"
-    images: int | None = None
-    seconds: float = 1.0
-    batches: int | None = None
-    step_ms: float = 0.0
-    step_matmul: int = 0
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,7 +43,8 @@ class Result:
     `first_batch_s` runs from the start of iterating to the first batch, workers' start included. `busy` is the share of
     the time in which the consumer worked. Worker memory is the mean over the workers; `total_mb` what the kernel cannot
     take back from all processes together, `shm_mb` the part of it that is shared memory. `checksum` is that of the
-    first two batches' pixels.
+    first two batches' pixels. `resident_before` is the share of the data that was in the page cache when a cold trial
+    began.
     """
 
     images_per_s: float
@@ -89,6 +65,7 @@ class Result:
     shm_mb: float
     total_mb: float
     checksum: str
+    resident_before: float | None = None
 
 
 class EndlessSampler(Sampler[int]):
@@ -124,23 +101,49 @@ def measure(trial: Trial) -> Result:
     """Run one trial in this process."""
     dataset = open_trial_dataset(trial)
     count = _length(dataset) if trial.images is None else min(trial.images, _length(dataset))
+    resident = _make_cold(trial, dataset) if trial.cold else None
     started = time.perf_counter()
     batches = _batches(trial, dataset, EndlessSampler(count, trial.seed))
     step = _step(trial)
-    checksum = 0
-    first_batch_s = 0.0
-    ahead = _batches_ahead(trial)
+    warm_up = _warm_up(trial, batches, step, started)
+    timed = _timed(trial, batches, step, warm_up, -(-count // trial.batch_size))
+    time.sleep(0.05)  # workers fill their queues again: what is held then is what is held in training
+    return _result(timed, warm_up, resident)
+
+
+def _make_cold(trial: Trial, dataset: Dataset[Any]) -> float:
+    """Drop the data from the page cache; the share of it that is still there."""
+    files = [trial.path]
+    if isinstance(dataset, ImageFolderDataset):
+        files = [os.path.join(trial.path, name) for name in dataset.paths]
+    for file in files:
+        drop(file)
+    return resident_share(files)
+
+
+@dataclass
+class _WarmUp:
+    """What comes before the clock starts: workers and the batches that they make ahead. In a cold trial, nothing."""
+
+    started: float
+    first_batch_s: float = 0.0
+    checksum: int = 0
+
+
+def _warm_up(trial: Trial, batches: Iterator[Any], step: Callable[[], float], started: float) -> _WarmUp:
+    warm_up = _WarmUp(started)
+    if trial.cold:
+        return warm_up
+    ahead = max(1, trial.num_workers) * ((trial.prefetch_factor or 2) + 1)  # these must not count as loaded in time
     for number in range(max(_CHECKED_BATCHES, ahead)):
         images = next(batches)[0]
         if number == 0:
-            first_batch_s = time.perf_counter() - started
+            warm_up.first_batch_s = time.perf_counter() - started
         if number < _CHECKED_BATCHES:
-            checksum = zlib.crc32(images.contiguous().numpy(), checksum)
+            warm_up.checksum = zlib.crc32(images.contiguous().numpy(), warm_up.checksum)
         touch(images)
         step()
-    timed = _timed(trial, batches, step)
-    time.sleep(0.05)  # workers fill their queues again: what is held then is what is held in training
-    return _result(timed, first_batch_s, checksum)
+    return warm_up
 
 
 @dataclass
@@ -153,29 +156,33 @@ class _Timed:
     cpu_s: float = 0.0
 
 
-def _timed(trial: Trial, batches: Iterator[Any], step: Callable[[], float]) -> _Timed:
-    """Whole rounds of all workers until `seconds` have passed, or `batches` were taken."""
+def _timed(trial: Trial, batches: Iterator[Any], step: Callable[[], float], warm_up: _WarmUp, epoch: int) -> _Timed:
+    """Whole rounds of all workers until `seconds` have passed and `batches` were taken; a cold trial one epoch."""
     timed = _Timed()
     a_round = max(1, trial.num_workers)
+    least_batches = epoch if trial.cold else trial.batches or 0
+    seconds = 0.0 if trial.cold else trial.seconds
     pids = tree_of(os.getpid())
     cpu_before = _cpu_seconds(pids)
-    started = time.perf_counter()
+    started = warm_up.started if trial.cold else time.perf_counter()
     while True:
         for _ in range(a_round):
             images = next(batches)[0]
+            if not timed.batches and trial.cold:
+                warm_up.first_batch_s = time.perf_counter() - started
             touch(images)
             timed.worked += step()
             timed.images += len(images)
             timed.nbytes += images.numel() * images.element_size()
             timed.batches += 1
         timed.seconds = time.perf_counter() - started
-        if timed.seconds >= trial.seconds and timed.batches >= (trial.batches or 0):
+        if timed.seconds >= seconds and timed.batches >= least_batches:
             break
     timed.cpu_s = _cpu_seconds(pids) - cpu_before
     return timed
 
 
-def _result(timed: _Timed, first_batch_s: float, checksum: int) -> Result:
+def _result(timed: _Timed, warm_up: _WarmUp, resident: float | None) -> Result:
     everyone = tree_of(os.getpid())
     workers = [memory_of(process.pid) for process in multiprocessing.active_children() if process.pid is not None]
     main, total = memory_of(os.getpid()) or Memory(), memory_of_all(everyone)
@@ -185,7 +192,7 @@ def _result(timed: _Timed, first_batch_s: float, checksum: int) -> Result:
         images_per_s=timed.images / timed.seconds,
         batches_per_s=timed.batches / timed.seconds,
         mb_per_s=timed.nbytes / timed.seconds / 1e6,
-        first_batch_s=first_batch_s,
+        first_batch_s=warm_up.first_batch_s,
         cpu_s_per_1k=timed.cpu_s / timed.images * 1000,
         busy=timed.worked / timed.seconds,
         waiting_s=timed.seconds - timed.worked,
@@ -199,7 +206,8 @@ def _result(timed: _Timed, first_batch_s: float, checksum: int) -> Result:
         worker_uss_mb=None if mean is None else mean.uss / 1e6,
         shm_mb=total.shared / 1e6,
         total_mb=total.unreclaimable / 1e6,
-        checksum=f"{checksum:08x}",
+        checksum=f"{warm_up.checksum:08x}",
+        resident_before=resident,
     )
 
 
@@ -214,12 +222,13 @@ def _length(dataset: Dataset[Any]) -> int:
     return len(dataset)  # type: ignore[arg-type]  # torch's Dataset promises no length, these have one
 
 
-def _batches_ahead(trial: Trial) -> int:
-    """How many batches can be ready before the clock starts: they must not be counted as having been loaded within it."""
-    return max(1, trial.num_workers) * ((trial.prefetch_factor or 2) + 1)
-
-
 def _batches(trial: Trial, dataset: Dataset[Any], sampler: EndlessSampler) -> Iterator[Any]:
+    if trial.loader == LIMIT:
+        return (
+            _decoded(dataset, sampler)
+            if isinstance(dataset, ImageFolderDataset)
+            else _gathered(trial, dataset, sampler)
+        )
     if trial.loader == "threads":
         return iter(
             Loader(
@@ -244,6 +253,25 @@ def _batches(trial: Trial, dataset: Dataset[Any], sampler: EndlessSampler) -> It
             **workers,
         )
     )
+
+
+def _gathered(trial: Trial, dataset: Dataset[Any], sampler: EndlessSampler) -> Iterator[Any]:
+    """Batches copied from the map of a store into one buffer, which is used again."""
+    torch.set_num_threads(1)
+    assert isinstance(dataset, StoreDataset)  # the caller's case; not a user's data
+    rows = dataset._rows
+    if rows is None:
+        raise UsageError(f"{trial.path}: its pictures are of different sizes, which make no batches")
+    indices = iter(sampler)
+    out = torch.empty((trial.batch_size, rows.shape[1]), dtype=rows.dtype)
+    while True:
+        positions = torch.tensor(list(islice(indices, trial.batch_size)))
+        yield (torch.index_select(rows, 0, positions, out=out).view(torch.uint8),)
+
+
+def _decoded(dataset: Dataset[Any], sampler: EndlessSampler) -> Iterator[Any]:
+    """Pictures decoded and preprocessed one by one."""
+    return ((dataset[index][0][None],) for index in sampler)
 
 
 def touch(images: torch.Tensor) -> int:

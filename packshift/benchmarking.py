@@ -1,0 +1,321 @@
+"""Which format, and how many workers: measured on the user's pictures and machine.
+
+Every case runs in a process of its own (`packshift.isolation`), so nothing of one is left for the next. Cases take
+turns, round by round, in an order that shifts by one each round, so that a machine that gets slower or faster touches
+all of them alike; what is reported is the median over the rounds, and the spread.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from packshift.arguments import at_least_one
+from packshift.bench_results import Bench, Row
+from packshift.bench_sources import PICTURES, Place, Prepared, prepare
+from packshift.bench_verdict import notes_on, verdict_of
+from packshift.errors import UsageError
+from packshift.isolation import LIMIT, LOADERS, Trial, run_trial
+from packshift.machine import usable_cpus
+from packshift.machine_facts import describe_machine
+from packshift.preprocess import parse_size
+from packshift.stores import format_names
+
+_START_TIMEOUT = 120.0  # seconds beyond what is measured: imports, starting workers, a slow disk
+_MEASURED = (
+    "images_per_s",
+    "batches_per_s",
+    "mb_per_s",
+    "first_batch_s",
+    "cpu_s_per_1k",
+    "busy",
+    "worker_rss_mb",
+    "worker_pss_mb",
+    "worker_uss_mb",
+    "main_rss_mb",
+    "main_pss_mb",
+    "main_uss_mb",
+    "shm_mb",
+    "total_mb",
+    "resident_before",
+)
+
+Progress = Callable[[int, int, str], None]
+"""Called with (runs done, runs in all, what runs next)."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to compare, see `bench`."""
+
+    formats: tuple[str, ...]
+    loaders: tuple[str, ...]
+    num_workers: tuple[int, ...]
+    batch_size: int
+    prefetch_factor: int | None
+    start_method: str | None
+    repeats: int
+    seconds: float
+    images: int
+    size: tuple[int, int] | None
+    fit: str
+    step_ms: float
+    step_matmul: int
+    cold: bool
+
+
+@dataclass
+class _Case:
+    row: Row
+    trial: Trial
+    results: list[Mapping[str, Any]] = field(default_factory=list)
+    error: str | None = None
+
+
+def default_num_workers(cpus: int) -> tuple[int, ...]:
+    """0, 1, 2, 4 and so on up to the CPUs that may be used."""
+    counts = [0, 1]
+    while counts[-1] * 2 <= cpus:
+        counts.append(counts[-1] * 2)
+    return tuple(counts)
+
+
+def bench(
+    *sources: str | os.PathLike[str],
+    formats: Sequence[str] | None = None,
+    loader: str = "dataloader",
+    num_workers: Sequence[int] | None = None,
+    batch_size: int = 64,
+    prefetch_factor: int | None = None,
+    start_method: str | None = None,
+    repeats: int = 3,
+    seconds: float = 2.0,
+    images: int = 2000,
+    size: int | str | tuple[int, int] | None = 256,
+    fit: str = "crop",
+    step_ms: float = 0.0,
+    step_matmul: int = 0,
+    cold: bool = False,
+    progress: Progress | None = None,
+) -> Bench:
+    """Measure how fast `sources` are loaded and what memory that takes, and say which way to take.
+
+    `sources` are one folder of pictures, of which up to `images` are converted into each of `formats` ("jpeg", the
+    pictures themselves, "lmdb", "hdf5"; default: all) for this, or stores, or both. `loader` is "dataloader" (torch's),
+    "threads" (`packshift.Loader`) or "both", `num_workers` the numbers of worker processes, or of threads. Each case is
+    measured `repeats` times, altogether for at least `seconds` seconds. The consumer works `step_ms` milliseconds on a
+    batch, or multiplies `step_matmul` matrices. `cold` times an epoch with nothing in the page cache instead.
+
+    Raises UsageError, and SourceError, StoreError or TargetError where a source cannot be used; a case that cannot be
+    measured is a row that says why. KeyboardInterrupt ends the measuring: what is finished is returned.
+    """
+    settings = _checked(
+        formats,
+        loader,
+        num_workers,
+        batch_size,
+        prefetch_factor,
+        start_method,
+        repeats,
+        seconds,
+        images,
+        size,
+        fit,
+        step_ms,
+        step_matmul,
+        cold,
+    )
+    started = time.perf_counter()
+    with ExitStack() as stack:
+        prepared = prepare(sources, settings.formats, settings.images, settings.size, settings.fit, stack)
+        cases = _cases(prepared, settings)
+        interrupted = False
+        try:
+            _run_all(cases, settings, progress)
+        except KeyboardInterrupt:
+            interrupted = True
+    rows = tuple(_row(case, cases) for case in cases if case.row.loader != LIMIT and (case.results or case.error))
+    notes = [
+        *prepared.notes,
+        *notes_on(rows, cold=settings.cold, step=bool(settings.step_ms or settings.step_matmul)),
+    ]
+    if interrupted:
+        notes.insert(0, "interrupted: medians are of the runs that were finished")
+    return Bench(
+        machine=describe_machine(),
+        settings=asdict(settings),
+        images=prepared.images,
+        source_images=prepared.source_images,
+        rows=rows,
+        verdict=verdict_of(rows, prepared),
+        notes=tuple(notes),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _checked(
+    formats: Sequence[str] | None,
+    loader: str,
+    num_workers: Sequence[int] | None,
+    batch_size: int,
+    prefetch_factor: int | None,
+    start_method: str | None,
+    repeats: int,
+    seconds: float,
+    images: int,
+    size: int | str | tuple[int, int] | None,
+    fit: str,
+    step_ms: float,
+    step_matmul: int,
+    cold: bool,
+) -> Settings:
+    known = (PICTURES, *format_names())
+    chosen = known if formats is None else tuple(dict.fromkeys(formats))
+    for name in chosen:
+        if name not in known:
+            raise UsageError(f"unknown format {name!r}: expected some of {', '.join(known)}")
+    if not chosen:
+        raise UsageError(f"no formats: expected some of {', '.join(known)}")
+    if loader not in (*LOADERS, "both"):
+        raise UsageError(f"unknown loader {loader!r}: expected one of {', '.join((*LOADERS, 'both'))}")
+    if start_method is not None:
+        from multiprocessing import get_all_start_methods
+
+        if start_method not in get_all_start_methods():
+            raise UsageError(
+                f"unknown start method {start_method!r}: expected one of {', '.join(get_all_start_methods())}"
+            )
+    counts = default_num_workers(usable_cpus()) if num_workers is None else tuple(dict.fromkeys(num_workers))
+    if not counts or any(isinstance(count, bool) or not isinstance(count, int) or count < 0 for count in counts):
+        raise UsageError(f"num_workers {num_workers!r}: expected numbers from 0, such as 0,1,2,4")
+    parsed = parse_size(size)
+    if parsed is None:
+        raise UsageError("size none: pictures of different sizes make no batches; choose a size")
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"seconds {seconds}: expected a number above 0")
+    if not 0 <= step_ms < float("inf"):
+        raise UsageError(f"step_ms {step_ms}: expected a number from 0")
+    if step_ms and step_matmul:
+        raise UsageError("step_ms and step_matmul exclude each other: choose one kind of work")
+    return Settings(
+        formats=chosen,
+        loaders=LOADERS if loader == "both" else (loader,),
+        num_workers=counts,
+        batch_size=at_least_one("batch_size", batch_size),
+        prefetch_factor=None if prefetch_factor is None else at_least_one("prefetch_factor", prefetch_factor),
+        start_method=start_method,
+        repeats=at_least_one("repeats", repeats),
+        seconds=float(seconds),
+        images=at_least_one("images", images),
+        size=parsed,
+        fit=fit,
+        step_ms=float(step_ms),
+        step_matmul=step_matmul,
+        cold=cold,
+    )
+
+
+def _cases(prepared: Prepared, settings: Settings) -> list[_Case]:
+    """All cases, and one of the machine's limit for each format."""
+    cases = []
+    for name in (PICTURES, *format_names()):
+        if name not in prepared.places:
+            continue
+        place = prepared.places[name]
+        for loader in (*settings.loaders, LIMIT):
+            for count in (0,) if loader == LIMIT else settings.num_workers:
+                if loader == "threads" and count == 0:
+                    continue
+                cases.append(_case(name, loader, count, place, prepared.images, settings))
+    return cases
+
+
+def _case(name: str, loader: str, count: int, place: Place, images: int, settings: Settings) -> _Case:
+    trial = Trial(
+        path=place.path,
+        loader=loader,
+        batch_size=min(settings.batch_size, images),
+        num_workers=count,
+        prefetch_factor=settings.prefetch_factor,
+        start_method=settings.start_method if loader == "dataloader" and count else None,
+        size=settings.size if name == PICTURES else None,
+        fit=settings.fit,
+        images=images,
+        seconds=settings.seconds / settings.repeats,
+        step_ms=0.0 if loader == LIMIT else settings.step_ms,
+        step_matmul=0 if loader == LIMIT else settings.step_matmul,
+        cold=settings.cold and loader != LIMIT,
+    )
+    row = Row(
+        format=name,
+        loader=loader,
+        num_workers=count,
+        batch_size=trial.batch_size,
+        prefetch_factor=trial.prefetch_factor,
+        start_method=trial.start_method,
+        cold=trial.cold,
+        error=None,
+        store_mb=place.store_mb,
+        convert_s=place.convert_s,
+    )
+    return _Case(row, trial)
+
+
+def _run_all(cases: Sequence[_Case], settings: Settings, progress: Progress | None) -> None:
+    total = len(cases) * settings.repeats
+    for done, case in enumerate(_turns(cases, settings.repeats)):
+        if progress is not None:
+            row = case.row
+            what = "limit" if row.loader == LIMIT else f"{row.loader} {row.num_workers}"
+            progress(done, total, f"{row.format} {what}")
+        if case.error is None:
+            timeout = _START_TIMEOUT + 20 * case.trial.seconds
+            ended = run_trial(case.trial, timeout=timeout)
+            if ended.result is None:
+                case.error = ended.error
+            else:
+                case.results.append(ended.result)
+    if progress is not None:
+        progress(total, total, "")
+
+
+def _turns(cases: Sequence[_Case], repeats: int) -> Iterator[_Case]:
+    for number in range(repeats):
+        shift = number % max(1, len(cases))
+        yield from (*cases[shift:], *cases[:shift])
+
+
+def _row(case: _Case, cases: Sequence[_Case]) -> Row:
+    if case.error is not None:
+        return replace(case.row, error=case.error)
+    values: dict[str, Any] = {name: _median(case.results, name) for name in _MEASURED}
+    speeds = tuple(float(result["images_per_s"]) for result in case.results)
+    limit = _limit(case.row, cases)
+    return replace(
+        case.row,
+        **values,
+        images_per_s_runs=speeds,
+        images_per_s_spread=(max(speeds) - min(speeds)) / statistics.median(speeds),
+        limit_images_per_s=limit,
+        limit_fraction=None if limit is None else statistics.median(speeds) / limit,
+        checksum=str(case.results[0]["checksum"]),
+    )
+
+
+def _median(results: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = [result[name] for result in results if result[name] is not None]
+    return statistics.median(values) if values else None
+
+
+def _limit(row: Row, cases: Sequence[_Case]) -> float | None:
+    """Images/s of the machine itself; decoding alone takes as many CPUs as the case has processes."""
+    found = next((case for case in cases if case.row.loader == LIMIT and case.row.format == row.format), None)
+    speed = None if found is None else _median(found.results, "images_per_s")
+    if speed is None:
+        return None
+    return speed * min(max(1, row.num_workers), usable_cpus()) if row.format == PICTURES else speed

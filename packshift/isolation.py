@@ -1,0 +1,149 @@
+"""Runs one trial in a fresh process and watches it: a trial that crashes, hangs or takes too much memory is an answer, not
+the end of the program that asked.
+
+Fresh, since memory that an earlier trial left behind, threads and loaded libraries would be measured with it. In a session
+of its own, so that everything it started can be ended with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import IO, Any
+
+from packshift.memory import memory_of_all, tree_of
+
+_START = "import sys; sys.path[:] = sys.argv[1:]; from packshift.trial import main; main()"
+_LONGEST_WORDS = 300
+
+
+LOADERS = ("dataloader", "threads")
+LIMIT = "limit"
+"""Stands in the place of a loader: the machine's own limit, one thread and nothing around it."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What to measure.
+
+    `path` is a store, or a folder of pictures to be read with `size` and `fit`. `images` limits how many of its items
+    are used (None: all). `loader` is "dataloader" (stock, `num_workers` processes), "threads" (packshift's Loader,
+    `num_workers` threads) or "limit": a gather of batches from the page cache into one buffer, or for a folder of
+    pictures decoding alone, in one thread.
+
+    `seconds` is the least time measured, `batches` the least number of batches; `step_ms` is how long the consumer
+    works on each batch without the CPU, as the owner of a GPU does; `step_matmul` how many matrix products of 512 x 512
+    it computes for each. A `cold` trial drops the data from the page cache first and times one epoch from its first
+    batch on, the start of the workers included.
+    """
+
+    path: str
+    loader: str = "dataloader"
+    batch_size: int = 64
+    num_workers: int = 0
+    prefetch_factor: int | None = None
+    start_method: str | None = None
+    pin_memory: bool = False
+    size: tuple[int, int] | None = None
+    fit: str = "crop"
+    images: int | None = None
+    seconds: float = 1.0
+    batches: int | None = None
+    step_ms: float = 0.0
+    step_matmul: int = 0
+    cold: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a trial ended: its result, or in words why there is none.
+
+    `peak_bytes` is the most memory seen that the kernel could not take back, None where nobody looked. `over_limit`:
+    it was ended because it went over `memory_limit`.
+    """
+
+    result: dict[str, Any] | None
+    error: str | None
+    peak_bytes: int | None
+    over_limit: bool = False
+
+
+def run_trial(
+    trial: Trial, *, timeout: float, memory_limit: int | None = None, sample_every: float | None = None
+) -> Ended:
+    """Run a trial. It is ended after `timeout` seconds, and when it goes over `memory_limit` bytes.
+
+    Memory is sampled every `sample_every` seconds (None: not at all, unless there is a limit, then every 20 ms).
+    """
+    interval = 0.02 if sample_every is None and memory_limit is not None else sample_every
+    with tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as words:
+        told.write(json.dumps(asdict(trial)).encode())
+        told.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-c", _START, *sys.path],
+            stdin=told,
+            stdout=answer,
+            stderr=words,
+            start_new_session=True,
+        )
+        try:
+            peak, reason = _watch(process, timeout, memory_limit, interval)
+        finally:
+            _end(process)
+        return _ended(process.returncode, answer, words, peak, reason)
+
+
+def _watch(
+    process: subprocess.Popen[bytes], timeout: float, memory_limit: int | None, interval: float | None
+) -> tuple[int | None, str | None]:
+    """(peak in bytes, why it has to be ended or None) once the process has ended or has to."""
+    deadline = time.monotonic() + timeout
+    if interval is None:
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None, f"no result after {timeout:.0f} s"
+        return None, None
+    peak = 0
+    while process.poll() is None:
+        peak = max(peak, memory_of_all(tree_of(process.pid)).unreclaimable)
+        if memory_limit is not None and peak > memory_limit:
+            return peak, f"needs more than {memory_limit / 1e6:,.0f} MB: {peak / 1e6:,.0f} MB when it was ended"
+        if time.monotonic() > deadline:
+            return peak, f"no result after {timeout:.0f} s"
+        time.sleep(interval)
+    return peak, None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process and everything in its session; workers may outlive it."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _ended(code: int, answer: IO[bytes], words: IO[bytes], peak: int | None, reason: str | None) -> Ended:
+    if reason is not None:
+        return Ended(None, reason, peak, over_limit=reason.startswith("needs more"))
+    answer.seek(0)
+    lines = answer.read().decode("utf-8", "replace").strip().splitlines()
+    if code == 0 and lines:
+        return Ended(json.loads(lines[-1]), None, peak)
+    ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    last = _last_words(words)
+    return Ended(None, f"{ended}: {last}" if last else ended, peak)
+
+
+def _last_words(words: IO[bytes]) -> str:
+    size = words.seek(0, os.SEEK_END)
+    words.seek(max(0, size - 16_384))
+    lines = [" ".join(line.split()) for line in words.read().decode("utf-8", "replace").splitlines() if line.strip()]
+    return lines[-1][:_LONGEST_WORDS] if lines else ""

@@ -1,0 +1,307 @@
+"""The benchmark: cases in processes of their own, cases that die, the verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from click.testing import CliRunner
+from helpers import formula_picture, make_folder, save
+
+from packshift import bench, cli, convert, isolation
+from packshift.bench_results import Row
+from packshift.bench_sources import Place, Prepared
+from packshift.bench_verdict import notes_on, verdict_of
+from packshift.benchmarking import default_num_workers
+from packshift.errors import PackshiftError, SourceError, UsageError
+from packshift.isolation import Trial, run_trial
+from packshift.pagecache import drop, resident_share
+
+QUICK = {"repeats": 1, "seconds": 0.05, "num_workers": [0], "batch_size": 4, "size": 32}
+
+
+def made_row(format: str, num_workers: int, speed: float | None, **values: object) -> Row:
+    facts = {
+        "store_mb": 100.0 if format == "jpeg" else 200.0,
+        "convert_s": None if format == "jpeg" else 10.0,
+        **values,
+    }
+    return Row(
+        format=format,
+        loader="dataloader",
+        num_workers=num_workers,
+        batch_size=64,
+        prefetch_factor=None,
+        start_method=None,
+        cold=False,
+        error=None if speed else "died",
+        images_per_s=speed,
+        **facts,
+    )
+
+
+def prepared(images: int = 1000, source_images: int = 10_000) -> Prepared:
+    return Prepared({"jpeg": Place("x", 100.0, None)}, images, source_images, [], True)
+
+
+class TestVerdict:
+    def test_the_cheapest_within_noise_of_the_fastest(self) -> None:
+        rows = [
+            made_row("jpeg", 2, 500),
+            made_row("lmdb", 0, 9500, store_mb=201),
+            made_row("hdf5", 0, 9400, store_mb=200),
+            made_row("hdf5", 2, 10_000, store_mb=200),
+            made_row("lmdb", 4, 8000),
+        ]
+        verdict = verdict_of(rows, prepared())
+        assert verdict is not None
+        assert (verdict.row.format, verdict.row.num_workers) == ("hdf5", 0)
+        assert "94% of the fastest (hdf5, dataloader, 2 workers, 10,000)" in verdict.reason
+        assert "18.8 times the best of the pictures themselves" in verdict.reason
+        assert verdict.disk_mb == 2000
+        assert verdict.convert_s == 100
+        saved_per_epoch = 10_000 / 500 - 10_000 / 9400
+        assert verdict.epochs_to_pay_back == pytest.approx(100 / saved_per_epoch)
+
+    def test_pictures_win_where_stores_gain_nothing(self) -> None:
+        verdict = verdict_of([made_row("jpeg", 0, 1000), made_row("lmdb", 0, 1050)], prepared())
+        assert verdict is not None
+        assert verdict.row.format == "jpeg"
+        assert verdict.epochs_to_pay_back is None
+
+    def test_there_is_none_where_nothing_was_measured(self) -> None:
+        assert verdict_of([made_row("lmdb", 0, None)], prepared()) is None
+
+    def test_notes_say_what_limits(self) -> None:
+        rows = [made_row("jpeg", 2, 500, limit_fraction=0.9, checksum="a"), made_row("lmdb", 0, 9000, checksum="b")]
+        notes = " ".join(notes_on(rows, cold=False, step=False))
+        assert "they reach 90% of decoding alone" in notes
+        assert "did not load the same pixels" in notes
+        close = " ".join(notes_on([made_row("jpeg", 0, 500), made_row("lmdb", 0, 600)], cold=False, step=False))
+        assert "there is little to win" in close
+
+
+class TestIsolation:
+    """A trial that crashes, hangs or takes too much is an answer, and leaves no process behind."""
+
+    def run(self, monkeypatch: pytest.MonkeyPatch, code: str, **options: float) -> isolation.Ended:
+        monkeypatch.setattr(isolation, "_START", code)
+        before = {child.pid for child in psutil.Process().children(recursive=True)}
+        ended = run_trial(Trial("nowhere"), **{"timeout": 30.0, **options})
+        left = {child.pid for child in psutil.Process().children(recursive=True)} - before
+        assert not left
+        return ended
+
+    def test_a_signal(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ended = self.run(monkeypatch, "import os, sys; print('last words', file=sys.stderr); os.kill(os.getpid(), 11)")
+        assert ended.error == "killed by SIGSEGV: last words"
+        assert ended.result is None
+
+    def test_an_exception(self) -> None:
+        ended = run_trial(Trial("no such store.lmdb"), timeout=60)
+        assert ended.error is not None
+        assert "ended with exit code 1: packshift.errors.StoreError: no such store.lmdb: cannot open" in ended.error
+
+    def test_a_hang_with_a_child(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        started = time.monotonic()
+        child = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+        code = f"import subprocess, sys, time; {child}; time.sleep(60)"
+        assert self.run(monkeypatch, code, timeout=1.0).error == "no result after 1 s"
+        assert time.monotonic() - started < 20
+
+    def test_too_much_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        code = "import time; hog = bytearray(b'x') * 300_000_000; time.sleep(60)"
+        ended = self.run(monkeypatch, code, memory_limit=150_000_000)
+        assert ended.over_limit
+        assert ended.error is not None
+        assert ended.error.startswith("needs more than 150 MB: ")
+        assert ended.peak_bytes is not None
+        assert ended.peak_bytes > 150_000_000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("bench") / "my pictures", ["a", "b"], 6)
+
+
+def test_all_formats_with_the_same_pixels(folder: Path) -> None:
+    seen: list[tuple[int, int, str]] = []
+    found = bench(folder, progress=lambda *step: seen.append(step), **QUICK)
+    assert [row.format for row in found.rows] == ["jpeg", "hdf5", "lmdb"]
+    assert [row.error for row in found.rows] == [None] * 3
+    assert len({row.checksum for row in found.rows}) == 1
+    for row in found.rows:
+        assert row.images_per_s is not None
+        assert row.images_per_s > 0
+        assert row.limit_images_per_s is not None
+        assert row.main_rss_mb is not None
+        assert row.main_uss_mb is not None
+        assert row.total_mb is not None
+        assert row.main_rss_mb >= row.main_uss_mb > 10
+        assert row.worker_uss_mb is None
+        assert (row.convert_s is None) == (row.format == "jpeg")
+    assert found.images == found.source_images == 12
+    assert found.verdict is not None
+    assert [step[0] for step in seen] == list(range(7))
+    assert seen[-1][:2] == (6, 6)
+    assert not any("same pixels" in note for note in found.notes)
+    assert json.loads(json.dumps(found.to_json()))["rows"][0]["format"] == "jpeg"
+
+
+def test_workers_have_memory_of_their_own(folder: Path) -> None:
+    found = bench(folder, formats=["lmdb"], **{**QUICK, "num_workers": [2]}, start_method="spawn")
+    (row,) = found.rows
+    assert row.error is None
+    assert row.start_method == "spawn"
+    assert row.worker_rss_mb is not None
+    assert row.worker_pss_mb is not None
+    assert row.worker_uss_mb is not None
+    assert row.total_mb is not None
+    assert row.worker_rss_mb > row.worker_pss_mb > row.worker_uss_mb > 10
+    assert row.total_mb > 2 * row.worker_uss_mb
+
+
+def test_a_case_that_dies_is_a_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = isolation.run_trial
+
+    def run(trial: Trial, **options: float) -> isolation.Ended:
+        if trial.path.endswith("lmdb"):
+            return isolation.Ended(None, "killed by SIGKILL: DataLoader worker is killed by signal: Bus error", None)
+        return real(trial, **options)
+
+    monkeypatch.setattr("packshift.benchmarking.run_trial", run)
+    found = bench(folder, formats=["jpeg", "lmdb"], **QUICK)
+    assert [row.error for row in found.rows] == [
+        None,
+        "killed by SIGKILL: DataLoader worker is killed by signal: Bus error",
+    ]
+    assert found.verdict is not None
+    assert found.verdict.row.format == "jpeg"
+
+
+def test_ctrl_c_returns_what_is_finished(folder: Path) -> None:
+    def stop(done: int, total: int, what: str) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
+    found = bench(folder, formats=["jpeg"], progress=stop, **QUICK)
+    assert [row.format for row in found.rows] == ["jpeg"]
+    assert found.notes[0].startswith("interrupted")
+
+
+def test_stores_that_are_there(folder: Path, tmp_path: Path) -> None:
+    convert(folder, tmp_path / "mine.lmdb", size=32)
+    found = bench(tmp_path / "mine.lmdb", step_ms=5, **QUICK)
+    (row,) = found.rows
+    assert (row.format, row.convert_s) == ("lmdb", None)
+    assert row.busy is not None
+    assert 0.5 < row.busy <= 1
+
+
+def test_a_sample_is_spread_over_the_source(folder: Path) -> None:
+    found = bench(folder, formats=["lmdb"], images=5, **QUICK)
+    assert (found.images, found.source_images) == (5, 12)
+    assert "measured on 5 of 12 pictures, evenly spread" in found.notes
+
+
+def test_cold(folder: Path) -> None:
+    found = bench(folder, formats=["lmdb"], cold=True, **QUICK)
+    (row,) = found.rows
+    assert row.error is None
+    assert row.cold
+    assert row.resident_before is not None
+    assert any(note.startswith("cold:") for note in found.notes)
+
+
+def test_pages_are_dropped_and_that_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(1 << 20))
+    assert resident_share([path]) == 1.0
+    drop(path)
+    kept = resident_share([path])
+    on_disk = os.stat(path).st_dev not in {os.stat(mount).st_dev for mount in ("/dev/shm",) if os.path.exists(mount)}
+    assert kept == 0.0 or not on_disk
+    assert resident_share([]) == 0.0
+
+
+@pytest.mark.parametrize(("cpus", "counts"), [(1, (0, 1)), (2, (0, 1, 2)), (6, (0, 1, 2, 4)), (8, (0, 1, 2, 4, 8))])
+def test_default_workers(cpus: int, counts: Sequence[int]) -> None:
+    assert default_num_workers(cpus) == counts
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"formats": ["zip"]}, "unknown format 'zip': expected some of jpeg, hdf5, lmdb"),
+            ({"formats": []}, "no formats"),
+            ({"loader": "fast"}, "unknown loader 'fast': expected one of dataloader, threads, both"),
+            ({"num_workers": [-1]}, "num_workers .*expected numbers from 0"),
+            ({"start_method": "clone"}, "unknown start method 'clone'"),
+            ({"batch_size": 0}, "batch_size 0"),
+            ({"seconds": 0}, "seconds 0: expected a number above 0"),
+            ({"size": None}, "size none: pictures of different sizes make no batches"),
+            ({"step_ms": 1, "step_matmul": 1}, "exclude each other"),
+        ],
+    )
+    def test_arguments(self, folder: Path, options: dict[str, object], words: str) -> None:
+        with pytest.raises(UsageError, match=words):
+            bench(folder, **options)
+
+    def test_sources(self, folder: Path, tmp_path: Path, store: Path) -> None:
+        with pytest.raises(UsageError, match="expected one folder of pictures, or stores, or both; got 2 folders"):
+            bench(folder, folder)
+        with pytest.raises(PackshiftError, match="cannot open the store"):
+            bench(tmp_path / "nowhere.lmdb")
+        with pytest.raises(UsageError, match="there is another store of format"):
+            bench(store, store)
+        with pytest.raises(UsageError, match="none of the formats jpeg is there"):
+            bench(store, formats=["jpeg"])
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(SourceError, match="no pictures in"):
+            bench(tmp_path / "empty")
+        save(tmp_path / "own" / "a" / "1.png", formula_picture(20, 30), "PNG")
+        convert(tmp_path / "own", tmp_path / "own.lmdb", size=None)
+        with pytest.raises(UsageError, match="its pictures are of different sizes"):
+            bench(tmp_path / "own.lmdb")
+
+
+def test_the_command(folder: Path, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "csv")}
+    words = ["bench", folder, "--formats", "jpeg,lmdb", "--num-workers", "0", "--repeats", "1", "--seconds", "0.05"]
+    words += ["--size", "32", "--batch-size", "4", "--json", files["json"], "--csv", files["csv"]]
+    result = CliRunner().invoke(cli.main, [str(word) for word in words])
+    assert result.exit_code == 0, result.output
+    assert "jpeg" in result.stdout
+    assert "lmdb" in result.stdout
+    found = json.loads(files["json"].read_text())
+    needed = [
+        "format",
+        "loader",
+        "num_workers",
+        "batch_size",
+        "start_method",
+        "images_per_s",
+        "images_per_s_spread",
+        "first_batch_s",
+        "worker_rss_mb",
+        "worker_pss_mb",
+        "worker_uss_mb",
+        "main_rss_mb",
+        "main_pss_mb",
+        "main_uss_mb",
+        "shm_mb",
+        "total_mb",
+        "cpu_s_per_1k",
+        "store_mb",
+        "convert_s",
+        "limit_fraction",
+    ]
+    assert all(set(needed) <= set(row) for row in found["rows"])
+    assert {"cpu", "cpus_allowed", "memory_mb", "memory_limit_mb", "shm_mb", "kernel", "torch"} <= set(found["machine"])
+    assert len(files["csv"].read_text().splitlines()) == 3
