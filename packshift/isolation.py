@@ -14,11 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
-from packshift.memory import memory_of_all, tree_of
+from packshift.memory import Memory, memory_of, tree_of
 
 _START = "import sys; sys.path[:] = sys.argv[1:]; from packshift.trial import main; main()"
 _LONGEST_WORDS = 300
@@ -76,12 +77,22 @@ class Ended:
     over_limit: bool = False
 
 
+Sample = Callable[[Mapping[int, Memory]], None]
+"""Called with the memory of every process of a trial, main process first."""
+
+
 def run_trial(
-    trial: Trial, *, timeout: float, memory_limit: int | None = None, sample_every: float | None = None
+    trial: Trial,
+    *,
+    timeout: float,
+    memory_limit: int | None = None,
+    sample_every: float | None = None,
+    on_sample: Sample | None = None,
 ) -> Ended:
     """Run a trial. It is ended after `timeout` seconds, and when it goes over `memory_limit` bytes.
 
-    Memory is sampled every `sample_every` seconds (None: not at all, unless there is a limit, then every 20 ms).
+    Memory is sampled every `sample_every` seconds (None: not at all, unless there is a limit, then every 20 ms), and
+    `on_sample` called with it.
     """
     interval = 0.02 if sample_every is None and memory_limit is not None else sample_every
     with tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as words:
@@ -95,14 +106,18 @@ def run_trial(
             start_new_session=True,
         )
         try:
-            peak, reason = _watch(process, timeout, memory_limit, interval)
+            peak, reason = _watch(process, timeout, memory_limit, interval, on_sample)
         finally:
             _end(process)
         return _ended(process.returncode, answer, words, peak, reason)
 
 
 def _watch(
-    process: subprocess.Popen[bytes], timeout: float, memory_limit: int | None, interval: float | None
+    process: subprocess.Popen[bytes],
+    timeout: float,
+    memory_limit: int | None,
+    interval: float | None,
+    on_sample: Sample | None,
 ) -> tuple[int | None, str | None]:
     """(peak in bytes, why it has to be ended or None) once the process has ended or has to."""
     deadline = time.monotonic() + timeout
@@ -114,7 +129,11 @@ def _watch(
         return None, None
     peak = 0
     while process.poll() is None:
-        peak = max(peak, memory_of_all(tree_of(process.pid)).unreclaimable)
+        looks = ((pid, memory_of(pid)) for pid in tree_of(process.pid))
+        found = {pid: memory for pid, memory in looks if memory is not None}
+        peak = max(peak, sum(memory.unreclaimable for memory in found.values()))
+        if on_sample is not None:
+            on_sample(found)
         if memory_limit is not None and peak > memory_limit:
             return peak, f"needs more than {memory_limit / 1e6:,.0f} MB: {peak / 1e6:,.0f} MB when it was ended"
         if time.monotonic() > deadline:

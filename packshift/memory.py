@@ -31,6 +31,7 @@ class Memory:
 
     `anonymous`, `shared` and `file` are proportional shares (as PSS) of private memory, of shared memory that no file
     backs (/dev/shm, memfd), and of page cache. `swap` is swapped out, `page_tables` what the kernel needs to map it all.
+    `anonymous_rss` counts anonymous pages whole that a fork shares, as RSS does.
     """
 
     rss: int = 0
@@ -41,6 +42,7 @@ class Memory:
     file: int = 0
     swap: int = 0
     page_tables: int = 0
+    anonymous_rss: int = 0
 
     def __add__(self, other: Memory) -> Memory:
         return Memory(*(one + another for one, another in zip(astuple(self), astuple(other), strict=True)))
@@ -77,6 +79,7 @@ def memory_of(pid: int) -> Memory | None:
         file=file,
         swap=rollup.get("SwapPss", rollup.get("Swap", 0)),
         page_tables=status.get("VmPTE", 0),
+        anonymous_rss=rollup.get("Anonymous", 0),
     )
 
 
@@ -98,7 +101,9 @@ def _portable_memory_of(pid: int) -> Memory | None:
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return None
     pss = getattr(full, "pss", full.uss)
-    return Memory(rss=full.rss, pss=pss, uss=full.uss, anonymous=full.uss, file=max(0, pss - full.uss))
+    return Memory(
+        rss=full.rss, pss=pss, uss=full.uss, anonymous=full.uss, file=max(0, pss - full.uss), anonymous_rss=full.uss
+    )
 
 
 def tree_of(pid: int) -> list[int]:

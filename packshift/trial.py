@@ -65,6 +65,7 @@ class Result:
     shm_mb: float
     total_mb: float
     checksum: str
+    worker_pids: tuple[int, ...] = ()
     resident_before: float | None = None
 
 
@@ -140,10 +141,17 @@ def _warm_up(trial: Trial, batches: Iterator[Any], step: Callable[[], float], st
         if number == 0:
             warm_up.first_batch_s = time.perf_counter() - started
         if number < _CHECKED_BATCHES:
-            warm_up.checksum = zlib.crc32(images.contiguous().numpy(), warm_up.checksum)
+            warm_up.checksum = _checksum(images, warm_up.checksum)
         touch(images)
         step()
     return warm_up
+
+
+def _checksum(images: torch.Tensor, value: int) -> int:
+    """Of the pixels picture by picture, channels first: a copy of the whole batch would count as memory of loading."""
+    for image in images:
+        value = zlib.crc32(image.contiguous().numpy(), value)
+    return value
 
 
 @dataclass
@@ -184,7 +192,8 @@ def _timed(trial: Trial, batches: Iterator[Any], step: Callable[[], float], warm
 
 def _result(timed: _Timed, warm_up: _WarmUp, resident: float | None) -> Result:
     everyone = tree_of(os.getpid())
-    workers = [memory_of(process.pid) for process in multiprocessing.active_children() if process.pid is not None]
+    pids = [process.pid for process in multiprocessing.active_children() if process.pid is not None]
+    workers = [memory_of(pid) for pid in pids]
     main, total = memory_of(os.getpid()) or Memory(), memory_of_all(everyone)
     known = [memory for memory in workers if memory is not None]
     mean = _mean(known)
@@ -207,6 +216,7 @@ def _result(timed: _Timed, warm_up: _WarmUp, resident: float | None) -> Result:
         shm_mb=total.shared / 1e6,
         total_mb=total.unreclaimable / 1e6,
         checksum=f"{warm_up.checksum:08x}",
+        worker_pids=tuple(pids),
         resident_before=resident,
     )
 
