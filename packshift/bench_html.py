@@ -40,7 +40,7 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { --page: #16191d; --text: #e6e8eb; --faint: #a0a8b1; --line: #3c434b;
   --soft: #22272d; --best: #1e4a2c; --chosen: #6cb8f5; --failed: #ff9a85; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 68rem; padding: 1rem; background: var(--page); color: var(--text);
+body { margin: 0 auto; max-width: 78rem; padding: 1rem; background: var(--page); color: var(--text);
   font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; line-height: 1.25; margin: .5rem 0; }
 h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
@@ -49,18 +49,20 @@ p { margin: .5rem 0; max-width: 46rem; }
 .about, figcaption { color: var(--faint); }
 .verdict { border-left: .3rem solid var(--chosen); background: var(--soft); padding: .5rem 1rem; }
 .verdict p:first-child { font-size: 1.15rem; font-weight: 600; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); gap: 1.5rem; }
-figure { margin: 0; min-width: 0; max-width: 32rem; }
+.plots { margin-top: 1rem; display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr));
+  gap: 1.5rem; }
+figure { margin: 0; min-width: 0; max-width: 31rem; }
 figure img { display: block; width: 100%; height: auto; }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: .3rem; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; font-size: .875rem; overflow-wrap: break-word; font-variant-numeric: tabular-nums; }
 .wide { min-width: 100%; }
-th, td { padding: .35rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
-thead th { white-space: normal; vertical-align: bottom; overflow-wrap: normal; min-width: 4rem; background: var(--soft); }
+th, td { padding: .35rem .55rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
+thead th { white-space: normal; vertical-align: bottom; min-width: 3.75rem; background: var(--soft); }
 tbody tr:last-child > * { border-bottom: 0; }
 th:first-child { text-align: left; position: sticky; left: 0; background: var(--soft); font-weight: 500; }
 tbody th:first-child { white-space: normal; min-width: 8.5rem; }
-td.text { text-align: left; white-space: normal; }
+@media (min-width: 60rem) { tbody th:first-child { min-width: 15rem; } }
+td.text { text-align: left; white-space: normal; min-width: 10rem; }
 td.best { background: var(--best); font-weight: 600; }
 td.failed { text-align: left; white-space: normal; color: var(--failed); min-width: 18rem; }
 tr.chosen th { border-left: .3rem solid var(--chosen); font-weight: 700; }
@@ -99,9 +101,9 @@ def _body(bench: Bench) -> Iterator[str]:
     yield from map(_paragraph, verdict_texts(bench))
     yield "</section>"
     yield from _plots("Speed", _SPEED_CAPTION, [plot for plot in drawn if "Speed" in plot.title])
-    yield from _plots("Memory", MEMORY_COLUMNS_EXPLAINED, [plot for plot in drawn if "Speed" not in plot.title])
+    yield from _plots("Memory", _MEMORY_CAPTION, [plot for plot in drawn if "Speed" not in plot.title])
     yield "<h2>All figures</h2>"
-    yield _paragraph("Green cells with a star are the best of their column. The table scrolls sideways.", "about")
+    yield _paragraph("A star: the best of its column. A table that is wider than the screen scrolls sideways.", "about")
     yield from _cases("All figures", (*SPEED_COLUMNS, *MEMORY_COLUMNS), bench, bench.rows)
     if (consumer := consumer_text(bench.settings)) and measured:
         yield f"<h2>{_escaped(f'With {consumer}')}</h2>"
@@ -121,6 +123,11 @@ def _body(bench: Bench) -> Iterator[str]:
 _SPEED_CAPTION = (
     "Median of the runs; the broad stroke behind a point goes from the slowest run to the fastest, the ring is the "
     "recommended case. Against disk size, the largest point is the fastest number of workers."
+)
+
+_MEMORY_CAPTION = (
+    f"{MEMORY_COLUMNS_EXPLAINED} Here RSS, PSS and USS are those of the main process and all workers added up; each plot "
+    "has a scale of its own."
 )
 
 
@@ -165,7 +172,7 @@ def _cases(label: str, columns: Sequence[Column], bench: Bench, rows: Sequence[R
                     else f"<td>{column.text(row)}</td>"
                     for column, winners in zip(columns, best, strict=True)
                 )
-            yield f"<tr{' class="chosen"' if chosen else ''}>{case}{figures}</tr>"
+            yield f"{'<tr class=chosen>' if chosen else '<tr>'}{case}{figures}</tr>"
     yield "</tbody>"
     yield "</table>"
     yield "</div>"
@@ -175,7 +182,7 @@ def _sizes(bench: Bench) -> Iterator[str]:
     yield '<div class="scroll" role="region" aria-label="On disk" tabindex="0">'
     yield "<table>"
     pictures = counted(bench.images, "picture")
-    yield f'<thead><tr><th scope="col">format</th><th scope="col">{pictures}</th><th scope="col"></th></tr></thead>'
+    yield f'<thead><tr><th scope="col">format</th><th scope="col">{pictures}</th><th scope="col">conversion</th></tr></thead>'
     yield "<tbody>"
     for size in sizes(bench.rows):
         made = f'<td class="text">{size.making(bench.images)}</td>'
@@ -192,7 +199,8 @@ def _list(tag: str, items: Iterable[str]) -> Iterator[str]:
 
 
 def _paragraph(text: str, kind: str = "") -> str:
-    return f"<p{f' class="{kind}"' if kind else ''}>{_escaped(text)}</p>"
+    start = f'<p class="{kind}">' if kind else "<p>"
+    return f"{start}{_escaped(text)}</p>"
 
 
 def _escaped(text: str) -> str:

@@ -11,7 +11,7 @@ import io
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from packshift.bench_results import Bench, Row
 from packshift.bench_words import PICTURES, grouped, number
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _INCH = 72  # points
-_WIDTH, _HEIGHT = 340, 230  # points; a point is about a CSS pixel on a phone
-_LEFT, _BOTTOM, _TOP, _RIGHT = 56, 40, 10, 12
+_WIDTH, _HEIGHT = 300, 215  # points; a point is about a CSS pixel on a phone
+_LEFT, _BOTTOM, _TOP, _RIGHT = 54, 36, 10, 12
 _TEXT = 10
 _LETTER = 0.62 * _TEXT  # wide, since the reader's fonts are not known
 _LINE = 1.2 * _TEXT
 _LETTERS = 16  # of a name in one line
 _MARKERS = "os^Dv"
 _DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
-_SETTINGS = {
+_SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "packshift",
     "font.family": "sans-serif",
@@ -51,8 +51,8 @@ class Theme:
     lines: tuple[str, ...]
 
 
-LIGHT = Theme("#ffffff", "#1f2328", "#d0d4d9", ("#a84300", "#0062a8", "#007a55", "#8a3a8f", "#5c5c00"))
-DARK = Theme("#16191d", "#e6e8eb", "#3c434b", ("#f5a060", "#6cb8f5", "#4fd0a0", "#e39be6", "#d8d070"))
+LIGHT = Theme("#ffffff", "#1f2328", "#d0d4d9", ("#b3501b", "#003f6e", "#007a5a", "#bf00e6", "#33250a"))
+DARK = Theme("#16191d", "#e6e8eb", "#3c434b", ("#e06a40", "#4c9dff", "#4dffac", "#99828f", "#fff766"))
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,11 @@ def _against_workers(
     rows = [row for row in rows if value(row) is not None]
     counts = sorted({row.num_workers for row in rows})
     lines = []
-    for name, members, colour, dashes in _kinds(rows):
+    kinds = _kinds(rows)
+    for place, (name, members, colour, dashes) in enumerate(kinds):
+        aside = min(0.06, 0.3 / len(kinds)) * (place - (len(kinds) - 1) / 2)  # lines that coincide are both seen
         points = tuple(
-            _Point(counts.index(row.num_workers), value(row) or 0, row, extent(row))
+            _Point(counts.index(row.num_workers) + aside, value(row) or 0, row, extent(row))
             for row in sorted(members, key=lambda row: row.num_workers)
         )
         lines.append(_Line(name, f"{name} {number(points[-1].y)}", points, points[-1], colour, dashes))
@@ -186,6 +188,7 @@ def _kinds(rows: Sequence[Row]) -> list[tuple[str, list[Row], int, int]]:
     for group, members in grouped(rows).items():
         for row in members:
             rest = ", ".join(word for word in (row.loader if several_loaders else "", group) if word)
+            rest = rest.removesuffix(", warm page cache").removesuffix("warm page cache")
             found.setdefault((row.format, rest), []).append(row)
     rests = list(dict.fromkeys(rest for _, rest in found))
     return [
@@ -207,14 +210,14 @@ def _svg(chart: _Chart, recommended: Row | None, theme: Theme) -> str:
         inside = max(_HEIGHT - _BOTTOM - _TOP, sum(map(len, labels)) * _LINE)
         width, height = _WIDTH - _LEFT - (beside or _RIGHT), inside + _BOTTOM + _TOP
         figure = Figure(figsize=(_WIDTH / _INCH, height / _INCH), facecolor=theme.background)
-        canvas = FigureCanvasSVG(figure)
+        FigureCanvasSVG(figure)
         axes = figure.add_axes((_LEFT / _WIDTH, _BOTTOM / height, width / _WIDTH, inside / height))
         _prepare(axes, chart, theme)
         for line in chart.lines:
             _draw(axes, line, theme, joined=bool(chart.ticks), recommended=recommended)
         _label(axes, chart, labels, theme, (width, inside))
         text = io.StringIO()
-        canvas.print_svg(text, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
@@ -228,9 +231,9 @@ def _prepare(axes: Axes, chart: _Chart, theme: Theme) -> None:
     else:
         axes.set_xlim(0, max(point.x for point in points) * 1.1 or 1)
         axes.xaxis.set_major_formatter("{x:,.10g}")
-        axes.xaxis.get_major_locator().set_params(nbins=5)
+        axes.locator_params("x", nbins=5)
     axes.yaxis.set_major_formatter("{x:,.10g}")
-    axes.yaxis.get_major_locator().set_params(nbins=6)
+    axes.locator_params("y", nbins=6)
     axes.set_xlabel(chart.x_name, color=theme.text)
     axes.set_ylabel(chart.y_name, color=theme.text)
     axes.set_facecolor(theme.background)
@@ -252,10 +255,12 @@ def _draw(axes: Axes, line: _Line, theme: Theme, *, joined: bool, recommended: R
     for point in line.points:
         if point.extent:
             axes.plot([point.x] * 2, point.extent, color=colour, linewidth=5, alpha=0.4, solid_capstyle="butt")
-        style = {"marker": marker, "color": colour, "markerfacecolor": face, "linestyle": "none"}
-        axes.plot([point.x], [point.y], markersize=6 if joined or point is line.labelled else 3.5, **style)
+        style: dict[str, Any] = {"marker": marker, "color": colour, "markerfacecolor": face, "linestyle": "none"}
+        axes.plot(
+            [point.x], [point.y], markersize=6 if joined or point is line.labelled else 3.5, clip_on=False, **style
+        )
         if point.row == recommended:
-            ring = {"marker": "o", "markersize": 14, "color": theme.text, "markerfacecolor": "none"}
+            ring: dict[str, Any] = {"marker": "o", "markersize": 14, "color": theme.text, "markerfacecolor": "none"}
             axes.plot([point.x], [point.y], linestyle="none", **ring)
 
 
@@ -265,31 +270,31 @@ def _label(axes: Axes, chart: _Chart, labels: Sequence[Sequence[str]], theme: Th
     right, top = axes.get_xlim()[1], axes.get_ylim()[1]
     low, _ = axes.get_xlim()
     ends = [((line.labelled.x - low) / (right - low) * width, line.labelled.y / top * height) for line in chart.lines]
-    for side in (True, False):
-        chosen = [place for place, (x, _) in enumerate(ends) if (bool(chart.ticks) or x < width / 2) == side]
-        heights = [len(labels[place]) * _LINE for place in chosen]
-        for place, y in zip(chosen, _apart([ends[place][1] for place in chosen], heights, height), strict=True):
-            x = width + 12 if chart.ticks else ends[place][0] + (12 if side else -12)
-            colour = theme.lines[chart.lines[place].colour % len(theme.lines)]
-            axes.annotate(
-                "\n".join(labels[place]),
-                xy=ends[place],
-                xycoords="axes points",
-                xytext=(x, y),
-                textcoords="axes points",
-                color=colour,
-                ha="left" if side else "right",
-                va="center",
-                annotation_clip=False,
-                arrowprops={
-                    "arrowstyle": "-",
-                    "color": colour,
-                    "linewidth": 0.8,
-                    "relpos": (0 if side else 1, 0.5),
-                    "shrinkA": 1,
-                    "shrinkB": 5,
-                },
-            )
+    heights = [len(label) * _LINE for label in labels]
+    middles = _apart([y for _, y in ends], heights, height)
+    for line, label, end, y in zip(chart.lines, labels, ends, middles, strict=True):
+        right_of_it = bool(chart.ticks) or end[0] < width / 2
+        x = width + 12 if chart.ticks else end[0] + (12 if right_of_it else -12)
+        colour = theme.lines[line.colour % len(theme.lines)]
+        axes.annotate(
+            "\n".join(label),
+            xy=end,
+            xycoords="axes points",
+            xytext=(x, y),
+            textcoords="axes points",
+            color=colour,
+            ha="left" if right_of_it else "right",
+            va="center",
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.8,
+                "relpos": (0 if right_of_it else 1, 0.5),
+                "shrinkA": 1,
+                "shrinkB": 5,
+            },
+        )
 
 
 def _apart(wanted: Sequence[float], heights: Sequence[float], top: float) -> list[float]:

@@ -134,7 +134,7 @@ def common_text(rows: Sequence[Row]) -> str:
 def consumer_text(settings: Mapping[str, Any]) -> str:
     """What the consumer did with each batch; "" where there was none."""
     if settings.get("step_ms"):
-        return f"a consumer that works {number(settings['step_ms'])} ms on each batch"
+        return f"a consumer that works {settings['step_ms']:g} ms on each batch"
     if settings.get("step_matmul"):
         return "a consumer that multiplies matrices on each batch" + _matrix_size(settings["step_matmul"])
     return ""
