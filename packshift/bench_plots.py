@@ -1,13 +1,14 @@
 """Plots of `packshift bench` as SVG, drawn by matplotlib (the extra `packshift[report]`), which is imported only here.
 
-A plot is as wide as a phone, so that its text is as large there as the page's. Each is drawn for a light and for a dark
-page. Lines have their names at their ends instead of a legend, and differ in marker and dashes as well as in colour. The
-text of an SVG stays text; equal results give equal bytes.
+A plot is as wide as a phone, so that its text is legible there, and is there for a light and for a dark page. Lines have
+their names at their ends instead of a legend, and differ in marker and dashes as well as in colour. The text of an SVG
+stays text; equal results give equal bytes.
 """
 
 from __future__ import annotations
 
 import io
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,10 @@ class Theme:
     text: str
     faint: str
     lines: tuple[str, ...]
+
+    @property
+    def colours(self) -> tuple[str, ...]:
+        return (self.background, self.text, self.faint, *self.lines)
 
 
 LIGHT = Theme("#ffffff", "#1f2328", "#d0d4d9", ("#b3501b", "#003f6e", "#007a5a", "#bf00e6", "#33250a"))
@@ -138,8 +143,8 @@ class _Chart:
     ticks: tuple[str, ...] = ()
 
     def plot(self, recommended: Row | None) -> Plot:
-        light, dark = (_svg(self, recommended, theme) for theme in (LIGHT, DARK))
-        return Plot(self.title, self.alternative, light, dark)
+        light = _svg(self, recommended, LIGHT)
+        return Plot(self.title, self.alternative, light, _recoloured(light, LIGHT, DARK))
 
 
 def _against_workers(
@@ -219,6 +224,12 @@ def _svg(chart: _Chart, recommended: Row | None, theme: Theme) -> str:
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def _recoloured(svg: str, theme: Theme, other: Theme) -> str:
+    """The same plot in the colours of another theme."""
+    colours = dict(zip(theme.colours, other.colours, strict=True))
+    return re.sub(r"(?<=: )#[0-9a-f]{6}", lambda found: colours[found[0]], svg)
 
 
 def _prepare(axes: Axes, chart: _Chart, theme: Theme) -> None:
