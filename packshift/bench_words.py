@@ -215,12 +215,12 @@ def verdict_texts(bench: Bench) -> list[str]:
     if row.format != PICTURES and baseline and row.images_per_s:
         figures.append(f"{row.images_per_s / baseline:.1f} times the fastest {PICTURES} case")
     if row.total_mb is not None:
-        figures.append(f"{size_text(Size(row.format, row.total_mb, None))} of memory in all")
+        figures.append(f"{human_bytes(row.total_mb * _MEGABYTE)} of memory in all")
     sentences = [
         f"Use {printable(row.format)} with loader {printable(row.loader)}, num_workers={row.num_workers}"
         + (": " + ", ".join(figures) if figures else "")
         + ".",
-        f"{printable(bench.verdict.reason)}",
+        printable(bench.verdict.reason),
         _costs(bench),
     ]
     return [sentence for sentence in sentences if sentence]
