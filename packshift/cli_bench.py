@@ -101,13 +101,15 @@ def bench_command(
     from packshift.benchmarking import bench
 
     if html_file is not None:
-        from packshift.bench_html import bench_html
+        from packshift.bench_html import bench_html, require_matplotlib
+
+        require_matplotlib()  # before a minute of measuring, not after it
     with _bar(quiet=quiet) as progress:
         found = bench(*sources, progress=progress, **options)
     if json_file == "-":
         print_json(found.to_json())
     elif not quiet:
-        echo(bench_text(found, colour=sys.stdout.isatty()))
+        echo(bench_text(found, colour=sys.stdout.isatty(), encoding=sys.stdout.encoding or "utf-8"))
     if json_file not in (None, "-"):
         _write(json_file, _json_text(found.to_json()))
     if csv_file is not None:
