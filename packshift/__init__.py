@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from packshift.conversion import Report, convert
     from packshift.datasets import HDF5Dataset, ImageFolderDataset, LMDBDataset, open_dataset
     from packshift.errors import PackshiftError
+    from packshift.forecasting import forecast
     from packshift.loader import Loader
 
 _HOMES = {
@@ -32,6 +33,7 @@ _HOMES = {
     "Report": "conversion",
     "bench": "benchmarking",
     "convert": "conversion",
+    "forecast": "forecasting",
     "open_dataset": "datasets",
 }
 
@@ -45,6 +47,7 @@ __all__ = [
     "__version__",
     "bench",
     "convert",
+    "forecast",
     "open_dataset",
 ]
 

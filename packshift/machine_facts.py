@@ -18,9 +18,9 @@ def describe_machine() -> dict[str, Any]:
     return {
         "cpu": _cpu_name(),
         "cpus_allowed": usable_cpus(),
-        "memory_mb": now.machine_memory / 1e6,
-        "memory_limit_mb": now.memory / 1e6,
-        "shm_mb": None if now.shm_size is None else now.shm_size / 1e6,
+        "memory_mb": round(now.machine_memory / 1e6),
+        "memory_limit_mb": round(now.memory / 1e6),
+        "shm_mb": None if now.shm_size is None else round(now.shm_size / 1e6),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "packshift": __version__,
