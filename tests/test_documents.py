@@ -18,6 +18,7 @@ from packshift.stores._reader import Reader
 
 README = (REPOSITORY / "README.md").read_text()
 FORMAT = (REPOSITORY / "docs" / "FORMAT.md").read_text()
+TRAINING = (REPOSITORY / "docs" / "training.md").read_text()
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -150,3 +151,12 @@ def test_sample_photos_are_what_the_script_draws() -> None:
     drawn = np.asarray(make_photos.make_photo("boat", 0)).astype(int)
     stored = np.asarray(__import__("PIL.Image").Image.open(SAMPLE_PHOTOS / "boat" / "boat_1.jpg")).astype(int)
     assert np.abs(drawn - stored).mean() < 5
+
+
+@pytest.mark.parametrize("number", range(len(blocks(TRAINING, "python"))))
+def test_the_training_guide_runs(folder: Path, number: int) -> None:
+    convert(SAMPLE_PHOTOS, folder / "sample.lmdb")
+    (folder / "block.py").write_text(blocks(TRAINING, "python")[number])
+    done = subprocess.run([sys.executable, "-W", "error", "block.py"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
