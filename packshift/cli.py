@@ -220,7 +220,8 @@ def convert(
             print_json(report_json(report))
         elif not quiet:
             echo(report_text(report))
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except OSError as error:  # the store is there, whatever became of the terminal; the exit code says so
         _give_up_output(f"the store was published; its summary cannot be printed: {error.strerror}")
     return code

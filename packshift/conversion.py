@@ -179,6 +179,7 @@ class _Run:
         self.skipped: list[Skipped] = []
         self.messages: Counter[str] = Counter()
         self.carried_on = 0
+        self._earlier = 0  # outcomes in the journal of an earlier run
         self._description = _description(plan)
         self._journal: Journal | None = None
 
@@ -192,6 +193,8 @@ class _Run:
         if earlier is None or not earlier.count:
             self._begin()
             return
+        self.file.keep = True
+        self._earlier = earlier.count
         self._check_same_conversion(earlier)
         self.writer = Writer(self.file, self.plan.format, self.plan.settings.shape)
         keep, rest = self._take_over(earlier)
@@ -209,6 +212,7 @@ class _Run:
         )
 
     def _begin(self) -> None:
+        self.file.keep = False
         self.file.resize(0)
         self.writer = Writer(self.file, self.plan.format, self.plan.settings.shape)
         self._journal = Journal(self.file, self._description)
@@ -217,7 +221,7 @@ class _Run:
         """An earlier run with other settings or another listing must not be continued, nor be lost without being asked."""
         differences = _differences(earlier.description, self._description)
         if differences:
-            self.file.keep = True
+            self._earlier = 0  # not of this conversion: the message says what is kept
             raise TargetError(
                 f"{self.plan.target}: {self.file.path} holds {counted(earlier.count, 'finished picture')} of a conversion "
                 f"that differs: {'; '.join(differences)}. Run that one again to carry on with it, or add --restart to "
@@ -231,21 +235,23 @@ class _Run:
         for outcomes, end in earlier.lines():
             taken: list[tuple[Outcome, int]] = []
             for outcome in outcomes:
-                check = self.done >= earlier.synced or self.writer.end >= size
-                if not self._take(outcome, check=check):
+                trusted = size if self.done < earlier.synced else 0
+                if not self._take(outcome, trusted=trusted):
                     return keep, taken
                 taken.append((outcome, self.writer.end))
             keep = end
         return keep, []
 
-    def _take(self, outcome: Outcome, *, check: bool) -> bool:
+    def _take(self, outcome: Outcome, *, trusted: int) -> bool:
+        if self.done >= len(self.plan.listing):
+            return False
         sample = self.plan.listing.sample(self.done)
         if source_state(self.plan.listing.root, sample.name) != (outcome.source_size, outcome.source_mtime_ns):
             self.log(f"{printable(sample.name)} has changed since an earlier run read it")
             return False
         if outcome.entry is None:
             self._skip(sample, outcome.reason)
-        elif not self.writer.take_over(sample.name, sample.label, outcome.entry, check=check):
+        elif not self.writer.take_over(sample.name, sample.label, outcome.entry, trusted=trusted):
             return False
         self._count(outcome.messages)
         return True
@@ -273,16 +279,14 @@ class _Run:
             self.writer.add(sample.name, sample.label, entry, decoded.pixels)
             outcome = Outcome(entry, "", entry.source_size, entry.source_mtime_ns, decoded.messages)
         else:
-            if self.plan.on_error == "stop":
-                raise ImageError(
-                    f"{sample.name}: {decoded.reason.rstrip('.')}. Nothing was published (--on-error stop)"
-                )
             outcome = Outcome(None, decoded.reason, *decoded.source_state, decoded.messages)
             self._skip(sample, decoded.reason)
         self._count(decoded.messages)
         self._journal.add(outcome, self.writer.end)
 
     def _skip(self, sample: Sample, reason: str) -> None:
+        if self.plan.on_error == "stop":
+            raise ImageError(f"{sample.name}: {reason.rstrip('.')}. Nothing was published (--on-error stop)")
         skipped = Skipped(sample.name, reason)
         self.skipped.append(skipped)
         self.writer.skip(skipped)
@@ -312,19 +316,19 @@ class _Run:
         self.writer.finish(_store_description(self.plan))
         store = _read_back(self.file, self.plan)
         self.file.publish(overwrite=self.plan.overwrite)
-        self._journal.close()
-        self._journal.remove()
+        self._journal.discard()
         return store
 
     def keep(self, error: BaseException) -> BaseException:
         """Leave what is finished for another run, and return the error with the words for that."""
-        if not self.file.is_in_place():  # published, in the last moment
+        if self.file.is_published() or not self.file.is_in_place():  # in the last moment; must not be cut any more
+            self.file.keep = False
             if self._journal is not None:
-                self._journal.close()
-                self._journal.remove()
+                self._journal.discard()
             return error
-        if self._journal is None:
-            return error
+        if self._journal is None:  # stopped while an earlier run's work was taken over, of which nothing is lost
+            return _with_what_is_kept(error, self._earlier if self.file.keep else 0, len(self.plan.listing))
+        self.file.keep = len(self.writer) > 0  # also when what follows is interrupted in its turn
         with suppress(TargetError):
             self.file.resize(self.writer.end)  # room for the journal where the disk is full
         kept = self._journal.close()

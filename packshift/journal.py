@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +26,7 @@ from threading import Lock
 from time import monotonic
 from typing import Any
 
+from packshift.errors import TargetError
 from packshift.record import Entry
 from packshift.stores._partial import PartialFile, sync_folder
 
@@ -52,11 +54,22 @@ class Outcome:
         return [self.reason, self.source_size, self.source_mtime_ns, self.messages]
 
     @classmethod
-    def from_json(cls, values: list[Any]) -> Outcome:
+    def from_json(cls, values: Any) -> Outcome:
+        """Raises ValueError for what `to_json` does not write."""
+        if not isinstance(values, list) or not values:
+            raise ValueError
         if isinstance(values[0], str):
             reason, size, mtime, messages = values
+            _check([size, mtime], -1, 2**63)
+            _check_words(messages)
             return cls(None, reason, size, mtime, tuple(messages))
         shape, crc32, size, mtime, source_crc32, original_size, notes, messages = values
+        _check(shape, 1, 2**31, length=3)
+        _check(original_size, 1, 2**31, length=2)
+        _check([crc32, source_crc32], 0, 2**32)
+        _check([size, mtime], -(2**63), 2**63)
+        _check_words(notes)
+        _check_words(messages)
         entry = Entry(tuple(shape), crc32, size, mtime, source_crc32, tuple(original_size), tuple(notes))
         return cls(entry, "", size, mtime, tuple(messages))
 
@@ -65,16 +78,20 @@ class Outcome:
 class Earlier:
     """The journal that an earlier run left: its description, how many outcomes it has and how many are surely on disk."""
 
-    path: Path
+    file: PartialFile
     description: Mapping[str, Any]
     count: int
     synced: int
 
     def lines(self) -> Iterator[tuple[list[Outcome], int]]:
         """(outcomes, byte offset behind them in the journal), a few hundred at a time."""
-        for line, end in islice(_whole_lines(self.path), 1, None):
+        for line, end in islice(_whole_lines(self.file), 1, None):
             if isinstance(line, list):
-                yield [Outcome.from_json(values) for values in line], end
+                try:
+                    outcomes = [Outcome.from_json(values) for values in line]
+                except ValueError:
+                    return
+                yield outcomes, end
 
 
 def journal_path(partial: Path) -> Path:
@@ -83,33 +100,67 @@ def journal_path(partial: Path) -> Path:
 
 def earlier_journal(file: PartialFile) -> Earlier | None:
     """The journal of a partial file; None where there is none that belongs to it."""
-    path = journal_path(file.path)
-    lines = (line for line, _ in _whole_lines(path))
+    lines = (line for line, _ in _whole_lines(file))
     first = next(lines, None)
     if not isinstance(first, dict) or first.get("file") != _identity(file):
+        return None
+    description = first.get("conversion")
+    if not isinstance(description, dict):
         return None
     count = synced = 0
     for line in lines:
         if isinstance(line, list):
             count += len(line)
-        else:
+        elif isinstance(line, int):
             synced = min(line, count)
-    return Earlier(path, first["conversion"], count, synced)
+    return Earlier(file, description, count, synced)
 
 
-def _whole_lines(path: Path) -> Iterator[tuple[Any, int]]:
+def _whole_lines(file: PartialFile) -> Iterator[tuple[Any, int]]:
     """(value, byte offset behind its line) up to the first line that is not whole."""
     end = 0
     try:
-        with open(path, "rb") as file:
-            for line in file:
-                checksum, _, text = line.partition(b" ")
-                if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
-                    return
-                end += len(line)
-                yield json.loads(text), end
+        fd = _open(file, os.O_RDONLY)
     except FileNotFoundError:
         return
+    except OSError as error:
+        raise _in_the_way(file, error.strerror) from error
+    with open(fd, "rb") as lines:
+        for line in lines:
+            checksum, _, text = line.partition(b" ")
+            if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
+                return
+            try:
+                value = json.loads(text)
+            except (ValueError, RecursionError):  # with the right checksum: nothing that a journal ever held
+                return
+            end += len(line)
+            yield value, end
+
+
+def _open(file: PartialFile, flags: int) -> int:
+    """Open the journal of a partial file; never what a link points to, and without waiting at a pipe."""
+    fd = os.open(journal_path(file.path), flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _in_the_way(file, "it is not a regular file")
+    return fd
+
+
+def _in_the_way(file: PartialFile, reason: str | None) -> TargetError:
+    return TargetError(f"{file.target}: {journal_path(file.path)} is in the way: {reason}; remove it")
+
+
+def _check(values: Any, low: int, high: int, *, length: int | None = None) -> None:
+    if not isinstance(values, list) or length not in (None, len(values)):
+        raise ValueError
+    if not all(type(value) is int and low <= value < high for value in values):
+        raise ValueError
+
+
+def _check_words(values: Any) -> None:
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ValueError
 
 
 def _line(value: Any) -> bytes:
@@ -135,11 +186,19 @@ class Journal:
         self._syncing: Future[None] | None = None
         self._lock = Lock()
         try:
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._fd = _open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        except TargetError:
+            raise
+        except OSError as error:
+            raise _in_the_way(file, error.strerror) if os.path.lexists(self.path) else file.failure(error) from error
+        try:
             os.ftruncate(self._fd, keep or 0)
             if keep is None:
                 self._append({"file": _identity(file), "conversion": description})
         except OSError as error:
+            os.close(self._fd)
+            if keep is None:
+                self.remove()
             raise file.failure(error) from error
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="packshift-sync")
 
@@ -213,6 +272,12 @@ class Journal:
         self._pool.shutdown()
         os.close(self._fd)
         return self._count
+
+    def discard(self) -> None:
+        """Stop and leave nothing; the partial file is not touched."""
+        self.remove()
+        self._pool.shutdown()
+        os.close(self._fd)
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)

@@ -24,7 +24,7 @@ import tempfile
 import traceback
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing.connection import Connection, wait
@@ -219,7 +219,9 @@ class DecodingPool:
     def _hand_out(self, run: _Run) -> None:
         while run.waiting or not run.exhausted:
             worker = min(self._workers, key=lambda each: len(each.batches))
-            if len(worker.batches) >= BATCHES_AHEAD or self._held_bytes > self._budget:
+            if len(worker.batches) >= BATCHES_AHEAD:
+                return
+            if self._held_bytes > self._budget and not run.waiting:  # the one that all wait for may be among those
                 return
             batch = run.waiting.popleft() if run.waiting else self._next_batch(run)
             if not batch:
@@ -292,19 +294,20 @@ class DecodingPool:
         self._workers.append(self._start())
 
     def _start(self) -> _Worker:
-        ours, theirs = socket.socketpair()
-        stderr_fd = _shared_file("packshift-messages")
-        try:
-            start = _fork if _is_single_threaded() else _spawn
-            process = start(theirs.fileno(), self._arena_fd, stderr_fd)
-        except OSError as error:
-            os.close(stderr_fd)
-            ours.close()
-            raise UsageError(
-                f"jobs {self._jobs}: no more processes can be started: {error.strerror}; use fewer"
-            ) from error
-        finally:
-            theirs.close()
+        with ExitStack() as undo:
+            try:
+                ours, theirs = socket.socketpair()
+                undo.callback(ours.close)
+                with theirs:
+                    stderr_fd = _shared_file("packshift-messages")
+                    undo.callback(os.close, stderr_fd)
+                    start = _fork if _is_single_threaded() else _spawn
+                    process = start(theirs.fileno(), self._arena_fd, stderr_fd)
+            except OSError as error:
+                raise UsageError(
+                    f"jobs {self._jobs}: no more processes can be started: {error.strerror}; use fewer"
+                ) from error
+            undo.pop_all()
         worker = _Worker(process, Connection(ours.detach()), stderr_fd)
         with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: `_collect` finds out and says why
             worker.connection.send(self._assignment)

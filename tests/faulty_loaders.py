@@ -64,3 +64,13 @@ def hesitate(root: str, sample: Sample, settings: Preprocessing) -> Record:
             raise SourceError("nobody said go on")
         time.sleep(0.01)
     return load_record(root, sample, settings)
+
+
+def die_late(root: str, sample: Sample, settings: Preprocessing) -> Record:
+    """Die over the picture "slow" once, after the others had time to finish theirs."""
+    mark = Path(root) / "died once"
+    if "slow" in sample.name and not mark.exists():
+        time.sleep(2)
+        mark.touch()
+        os._exit(4)
+    return load_record(root, sample, settings)

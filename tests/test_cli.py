@@ -387,3 +387,13 @@ def test_human_bytes(count: float, text: str) -> None:
 
 def test_printable() -> None:
     assert printable("é 日 a\n\x1b\udcff") == "é 日 a\\n\\x1b\\udcff"
+
+
+def test_a_closed_stdout(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "src", ["a"], 2)
+    words = [sys.executable, "-m", "packshift", "convert", str(source), str(tmp_path / "out.lmdb"), "--size", "32"]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *words], stderr=subprocess.PIPE, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "unexpected" not in done.stderr

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from helpers import formula_picture, make_folder, save
 
-from packshift import conversion, convert
+from packshift import conversion, convert, pool
 from packshift.errors import UsageError
 from packshift.pool import BATCH, BATCHES_AHEAD, Decoded, DecodingPool, _Run
 from packshift.preprocess import Preprocessing, load_record
@@ -147,3 +149,35 @@ def test_others_do_not_wait_for_a_slow_picture(tmp_path: Path, monkeypatch: pyte
             pool._hand_out(run)
             pool._collect(run)
     assert all(answer.entry is not None for _, answer in run.answers.values())
+
+
+def test_the_picture_that_all_wait_for_comes_up_again_when_its_process_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the finished ones behind it take all the memory that they may."""
+    monkeypatch.setattr(pool, "LARGEST_ARENA", 8 << 20)
+    for name in ("0 slow.png", "1.png", "2.png", "3.png", "4.png"):
+        save(tmp_path / name, formula_picture(1300, 1200), "PNG")
+
+    def stuck(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stuck)
+    signal.alarm(30)
+    try:
+        with DecodingPool(str(tmp_path), Preprocessing(None), 2, loader="faulty_loaders:die_late") as decoding:
+            outcomes = list(decoding.outcomes(samples_of(tmp_path), 5))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert (tmp_path / "died once").exists()
+    assert all(decoded.entry is not None for decoded in outcomes)
+
+
+def test_no_more_files_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket, "socketpair", none)
+    with pytest.raises(UsageError, match="jobs 1: no more processes can be started: Too many open files; use fewer"):
+        DecodingPool(str(tmp_path), SETTINGS, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -9,12 +10,13 @@ import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import formula_picture, make_folder, save
 
 from packshift import conversion, convert, journal
-from packshift.errors import Interrupted, TargetError
+from packshift.errors import ImageError, Interrupted, TargetError
 from packshift.journal import journal_path
 from packshift.stores._partial import PartialFile, partial_path
 from packshift.stores._reader import Reader
@@ -301,3 +303,155 @@ def test_the_command_says_that_it_carries_on(source: Path, target: Path) -> None
     assert "carrying on: 25 of 40 pictures were finished by an earlier run" in done.stderr
     assert "39 of 40 pictures written" in done.stdout
     assert "25 by an earlier run" in done.stdout
+
+
+def leave_synced(source: Path, target: Path, picture: int = 25) -> None:
+    leave_unfinished(source, target, picture)
+    with open(journal_path(partial_path(target)), "ab") as file:
+        file.write(journal._line(picture))
+
+
+class TestNothingIsLost:
+    """What an earlier run has finished outlives everything that can happen to the run that takes it over."""
+
+    def test_interrupted_while_it_is_taken_over(
+        self, source: Path, target: Path, undisturbed: bytes, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        leave_unfinished(source, target)
+
+        def stop(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(conversion, "source_state", stop)
+            with pytest.raises(Interrupted, match="25 of 40 pictures are kept"):
+                convert(source, target, size=32)
+        assert_carried_on(source, target, undisturbed, 25)
+
+    @pytest.mark.parametrize("limit", [{"max_errors": 0}, {"on_error": "stop"}], ids=str)
+    def test_more_unreadable_pictures_than_now_allowed(
+        self, source: Path, target: Path, undisturbed: bytes, limit: dict[str, Any]
+    ) -> None:
+        leave_unfinished(source, target)
+        with pytest.raises(ImageError, match=r"Nothing was published.*25 of 40 pictures are kept"):
+            convert(source, target, size=32, **limit)
+        assert_carried_on(source, target, undisturbed, 25)
+
+    def test_interrupted_again_while_it_stops(
+        self, source: Path, target: Path, undisturbed: bytes, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = journal.Journal.close
+
+        def close(self: journal.Journal) -> int:
+            real(self)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(journal.Journal, "close", close)
+            with pytest.raises(KeyboardInterrupt):
+                convert(source, target, size=32, progress=interrupt_at(25))
+        assert_carried_on(source, target, undisturbed, 25)
+
+
+class TestPublishedStoresAreNotTouched:
+    def test_the_disk_is_full_when_the_journal_is_closed(
+        self, source: Path, target: Path, undisturbed: bytes, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(journal, "SECONDS_PER_LINE", 1000.0)
+        monkeypatch.setattr(journal, "OUTCOMES_PER_LINE", 1000)
+
+        def full(self: journal.Journal, value: object) -> None:
+            if isinstance(value, list):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            real(self, value)
+
+        real = journal.Journal._append
+        monkeypatch.setattr(journal.Journal, "_append", full)
+        convert(source, target, size=32)
+        assert target.read_bytes() == undisturbed
+
+    def test_interrupted_between_the_two_names(
+        self, source: Path, target: Path, undisturbed: bytes, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = os.link
+
+        def link(*args: Any) -> None:
+            real(*args)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(os, "link", link)
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, target, size=32)
+        assert target.read_bytes() == undisturbed
+        assert not partial_path(target).exists()
+        assert not journal_path(partial_path(target)).exists()
+
+    def test_killed_between_the_two_names(self, source: Path, target: Path, undisturbed: bytes) -> None:
+        convert(source, target, size=32)
+        os.link(target, partial_path(target))
+        with pytest.raises(Interrupted):
+            convert(source, target, size=32, overwrite=True, progress=interrupt_at(25))
+        assert target.read_bytes() == undisturbed
+        assert convert(source, target, size=32, overwrite=True).carried_on == 25
+        assert target.read_bytes() == undisturbed
+
+
+def test_a_file_cut_within_a_synced_record(source: Path, target: Path, undisturbed: bytes) -> None:
+    leave_synced(source, target)
+    size = os.path.getsize(partial_path(target))
+    os.truncate(partial_path(target), size * 21 // 50)  # about the middle of a record
+    report = convert(source, target, size=32)
+    assert 5 < report.carried_on < 25
+    assert target.read_bytes() == undisturbed
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{{{",
+        b'"\xff"',
+        b"[" * 100_000,
+        b"9" * 6000,
+        b'"x"',
+        b"null",
+        b"{}",
+        b"[1]",
+        b"[[]]",
+        b"[null]",
+        b'[["reason"]]',
+        b"[[[32,32],1,2,3,4,[5,6],[],[]]]",
+        b"[[[-32,-32,3],1,2,3,4,[5,6],[],[]]]",
+        b"[[[32,32,3],-1,2,3,4,[5,6],[],[]]]",
+        b"[[[32,32,3],1,1e999,3,4,[5,6],[],[]]]",
+        b"[[[32,32,3],1,2,3,4,[5,6],[7],[]]]",
+        b"[[[32,32,3],1,2,3,4,[5,6],[],NaN]]",
+    ],
+    ids=lambda line: line[:30].decode("latin-1"),
+)
+def test_a_line_that_no_journal_holds(source: Path, target: Path, undisturbed: bytes, line: bytes) -> None:
+    leave_unfinished(source, target)
+    with open(journal_path(partial_path(target)), "ab") as file:
+        file.write(b"%08x " % zlib.crc32(line + b"\n") + line + b"\n")
+    assert_carried_on(source, target, undisturbed, 25)
+
+
+@pytest.mark.parametrize("first", [{}, {"conversion": None}, {"conversion": [1]}], ids=str)
+def test_a_first_line_that_no_journal_has(
+    source: Path, target: Path, undisturbed: bytes, first: dict[str, Any]
+) -> None:
+    leave_unfinished(source, target)
+    path = journal_path(partial_path(target))
+    found = os.stat(partial_path(target))
+    path.write_bytes(journal._line({"file": [found.st_dev, found.st_ino], **first}) + path.read_bytes())
+    assert_carried_on(source, target, undisturbed, 0)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
+def test_something_else_under_the_name_of_the_journal(source: Path, target: Path, tmp_path: Path, kind: str) -> None:
+    path = journal_path(partial_path(target))
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda path: os.symlink(victim, path)}[kind](path)
+    with pytest.raises(TargetError, match=r"out.*journal is in the way: .*; remove it"):
+        convert(source, target, size=32)
+    assert victim.read_bytes() == b"precious"

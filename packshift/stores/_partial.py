@@ -90,6 +90,10 @@ class PartialFile:
         """Whether the file still has the partial file's name: not once it was published."""
         return _is_named(self.fd, self.path)
 
+    def is_published(self) -> bool:
+        """Whether the file has the target's name, perhaps beside that of the partial file."""
+        return _is_named(self.fd, self.target)
+
     def publish(self, *, overwrite: bool) -> None:
         """Wait until the file is on disk, then give it its name; an old store keeps the name up to that moment."""
         self.sync()
@@ -180,9 +184,22 @@ def _open_locked(path: Path, target: Path) -> int:
                 os.close(fd)
                 raise TargetError(f"{target}: cannot lock {path}: {error.strerror}") from error
         if _is_named(fd, path):
-            return fd
+            if os.fstat(fd).st_nlink == 1:
+                return fd
+            # A run was killed after it had published the file and before it had removed this name of it.
+            _remove_name(fd, path, target)
         # The run that held the lock has published or removed the file meanwhile: this handle is on its store.
         os.close(fd)
+
+
+def _remove_name(fd: int, path: Path, target: Path) -> None:
+    try:
+        os.unlink(path)
+    except OSError as error:
+        os.close(fd)
+        raise TargetError(
+            f"{target}: cannot remove {path}, another name of a finished store: {error.strerror}"
+        ) from error
 
 
 def _is_named(fd: int, path: Path) -> bool:

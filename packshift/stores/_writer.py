@@ -110,11 +110,15 @@ class Writer:
             self._file.start_writing_back(self._writing_back, self._next)
             self._writing_back = self._next
 
-    def take_over(self, name: str, label: int, entry: Entry, *, check: bool) -> bool:
-        """Count a record that an earlier run wrote in this place. With `check`, only if its bytes are there."""
-        self._check_shape(name, entry)
+    def take_over(self, name: str, label: int, entry: Entry, *, trusted: int) -> bool:
+        """Count a record that an earlier run wrote in this place.
+
+        One that ends behind the first `trusted` bytes of the file only if its bytes are there.
+        """
+        if self._shape is not None and entry.shape != self._shape:
+            return False
         front, behind = self._format.frame(self._next, entry.nbytes)
-        if check:
+        if self._next + len(front) + entry.nbytes + behind > trusted:
             found = self._file.read_at(self._next, len(front) + entry.nbytes + behind)
             data = memoryview(found)[len(front) : len(front) + entry.nbytes]
             whole = len(found) == len(front) + entry.nbytes + behind and not any(found[len(front) + entry.nbytes :])
