@@ -209,7 +209,9 @@ def convert(
             )
     except KeyboardInterrupt as error:
         if _identity(plan.target) == before:
-            raise click.ClickException(f"interrupted: {error or 'nothing was published'}") from None
+            raise click.ClickException(
+                f"interrupted: {str(error) or 'nothing was published; the same command carries on'}"
+            ) from None
         echo(f"packshift: interrupted, but {printable(str(plan.target))} is whole and was published", err=True)
         return 0
     code = SOME_SKIPPED if report.skipped else 0

@@ -29,7 +29,7 @@ from packshift.stores._partial import PartialFile, partial_file
 from packshift.stores._reader import Reader
 from packshift.stores._writer import Description, Writer
 from packshift.text import counted, printable
-from packshift.worker import source_state
+from packshift.worker import NO_FILE, folder_identity, source_state
 
 Progress = Callable[[int, int], None]
 """Called with (pictures done, pictures in all) after each picture, from the thread that called `convert`."""
@@ -180,6 +180,7 @@ class _Run:
         self.messages: Counter[str] = Counter()
         self.carried_on = 0
         self._earlier = 0  # outcomes in the journal of an earlier run
+        self._source = folder_identity(plan.listing.root)
         self._description = _description(plan)
         self._journal: Journal | None = None
 
@@ -191,6 +192,10 @@ class _Run:
         """Take over what an earlier run has finished, as far as it can be trusted, and begin the rest."""
         earlier = None if self.plan.restart else earlier_journal(self.file)
         if earlier is None or not earlier.count:
+            if not self.plan.restart and os.fstat(self.file.fd).st_size:
+                self.log(
+                    f"beginning anew: {printable(str(self.file.path))} is there, but no journal that belongs to it"
+                )
             self._begin()
             return
         self.file.keep = True
@@ -279,10 +284,19 @@ class _Run:
             self.writer.add(sample.name, sample.label, entry, decoded.pixels)
             outcome = Outcome(entry, "", entry.source_size, entry.source_mtime_ns, decoded.messages)
         else:
+            self._check_that_the_source_is_there(decoded)
             outcome = Outcome(None, decoded.reason, *decoded.source_state, decoded.messages)
             self._skip(sample, decoded.reason)
         self._count(decoded.messages)
         self._journal.add(outcome, self.writer.end)
+
+    def _check_that_the_source_is_there(self, decoded: Decoded) -> None:
+        """A folder that was unplugged or moved must not become a store of what was read until then."""
+        if decoded.source_state == NO_FILE and folder_identity(self.plan.listing.root) != self._source:
+            raise SourceError(
+                f"the source folder {self.plan.listing.root} is gone or another one since the conversion began "
+                f"({decoded.sample.name}: {decoded.reason})"
+            )
 
     def _skip(self, sample: Sample, reason: str) -> None:
         if self.plan.on_error == "stop":

@@ -1,6 +1,6 @@
 """What a conversion has finished, so that another run can carry on from there.
 
-The journal lies beside the partial file and belongs to it (its first line says which file, by device and inode). Each
+The journal lies beside the partial file and belongs to it (its first line says which file, by its inode). Each
 line is a JSON document with its CRC-32 in front, so a line that was cut off ends the journal. The first line describes
 the conversion: everything that decides about the store's bytes. Each further line holds outcomes, in order:
 
@@ -102,7 +102,7 @@ def earlier_journal(file: PartialFile) -> Earlier | None:
     """The journal of a partial file; None where there is none that belongs to it."""
     lines = (line for line, _ in _whole_lines(file))
     first = next(lines, None)
-    if not isinstance(first, dict) or first.get("file") != _identity(file):
+    if not isinstance(first, dict) or first.get("inode") != _inode(file):
         return None
     description = first.get("conversion")
     if not isinstance(description, dict):
@@ -168,9 +168,9 @@ def _line(value: Any) -> bytes:
     return b"%08x " % zlib.crc32(text) + text
 
 
-def _identity(file: PartialFile) -> list[int]:
-    found = os.fstat(file.fd)
-    return [found.st_dev, found.st_ino]
+def _inode(file: PartialFile) -> int:
+    """Not the device: its number can be another one after the next start of the machine."""
+    return os.fstat(file.fd).st_ino
 
 
 class Journal:
@@ -194,7 +194,7 @@ class Journal:
         try:
             os.ftruncate(self._fd, keep or 0)
             if keep is None:
-                self._append({"file": _identity(file), "conversion": description})
+                self._append({"inode": _inode(file), "conversion": description})
         except OSError as error:
             os.close(self._fd)
             if keep is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +164,7 @@ def _timed_sample(plan: Plan) -> tuple[float, int, int]:
     count = len(plan.listing)
     indices = list(_spread(count, SAMPLE))
     unreadable = 0
-    with DecodingPool(plan.listing.root, plan.settings, plan.jobs) as pool:
+    with DecodingPool(plan.listing.root, plan.settings, min(plan.jobs, len(indices))) as pool:
         pool.wait_until_ready()
         started = time.perf_counter()
         for outcome in pool.outcomes((plan.listing.sample(index) for index in indices), len(indices)):
@@ -192,7 +193,9 @@ def _framed(plan: Plan, nbytes: int) -> int:
 def _own_size(plan: Plan, index: int) -> int:
     """Bytes of pixels of one picture, by its header; 0 where that cannot be read."""
     try:
-        height, width = size_in_header(plan.listing.root, plan.listing.sample(index))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of large pictures: the conversion counts them
+            height, width = size_in_header(plan.listing.root, plan.listing.sample(index))
     except ImageError:
         return 0
     return height * width * 3

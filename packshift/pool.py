@@ -9,7 +9,7 @@ Otherwise, since a lock that another thread holds would stay locked for ever in 
 which takes a fifth of a second.
 
 A process that dies is replaced, and the pictures that it had are decoded once more, one by one. A picture whose process
-dies twice is at fault.
+dies twice is at fault; one whose process is killed from outside, after four times.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ BATCHES_AHEAD = 2
 LARGEST_ARENA = 256 << 20
 _SHARE_OF_MEMORY = 16
 _MOST_SLOTS = 4096
+_MOST_KILLS = 4  # times that a picture's process may be killed from outside before the picture is left out
 _OWN_SIZE_SLOT = 4 << 20  # where every picture keeps its own size: larger ones travel through the socket
 _START = "import sys; sys.path[:] = sys.argv[2:]; from packshift.worker import serve; serve(int(sys.argv[1]))"
 
@@ -109,6 +110,11 @@ class _Worker:
     ready: bool = False
     batches: deque[list[_Pending]] = field(default_factory=deque)
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether somebody else ended it, rather than a fault of its own."""
+        return self.process.wait() in (-signal.SIGKILL, -signal.SIGTERM)
+
     def last_words(self) -> str:
         """The last line that it printed, or how it ended."""
         code = self.process.wait()
@@ -155,8 +161,15 @@ class DecodingPool:
         self._deaths_at_start = 0
         arena_bytes = self._slots * self._slot_bytes
         self._arena_fd = _shared_file("packshift-pixels")
-        os.ftruncate(self._arena_fd, arena_bytes)
-        self._arena = memoryview(mmap.mmap(self._arena_fd, arena_bytes))
+        try:
+            os.ftruncate(self._arena_fd, arena_bytes)
+            self._arena = memoryview(mmap.mmap(self._arena_fd, arena_bytes))
+        except OSError as error:
+            os.close(self._arena_fd)
+            raise UsageError(
+                f"{arena_bytes / 1e6:,.0f} MB of shared memory for pixels cannot be had: {error.strerror}: raise the limit "
+                "(ulimit -v, -f), or use fewer jobs"
+            ) from error
         self._assignment = Assignment(root, settings, loader, self._arena_fd, arena_bytes, self._slot_bytes)
         try:
             self._workers = [self._start() for _ in range(jobs)]
@@ -280,9 +293,10 @@ class DecodingPool:
             if self._deaths_at_start > 2:
                 raise UsageError(f"jobs {self._jobs}: a decoding process does not start ({words}); use fewer")
         else:
+            # Being killed from outside, for want of memory perhaps, says less about the picture than a crash does.
             for pending in worker.batches.popleft() if worker.batches else ():
                 pending.deaths += 1
-                if pending.deaths > 1:
+                if pending.deaths > (_MOST_KILLS if worker.was_killed else 1):
                     state = source_state(self._assignment.root, pending.sample.name)
                     self._keep(run, pending, Answer(reason=f"its decoder crashes ({words})", source_state=state))
                 else:

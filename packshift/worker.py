@@ -64,6 +64,15 @@ def source_state(root: str, name: str) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
+def folder_identity(root: str) -> tuple[int, int] | None:
+    """Which folder this is, None where there is none: a mount that went away leaves another one behind."""
+    try:
+        found = os.stat(root)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 class Task(NamedTuple):
     """One picture to decode, and the number of the slot for its pixels."""
 

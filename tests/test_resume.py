@@ -455,3 +455,37 @@ def test_something_else_under_the_name_of_the_journal(source: Path, target: Path
     with pytest.raises(TargetError, match=r"out.*journal is in the way: .*; remove it"):
         convert(source, target, size=32)
     assert victim.read_bytes() == b"precious"
+
+
+def test_a_source_that_goes_away_ends_the_run_and_keeps_the_work(
+    source: Path, target: Path, undisturbed: bytes, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+
+    def unplug(done: int, total: int) -> None:
+        if done == 1:
+            source.rename(elsewhere)
+
+    for number in range(300):
+        save(source / "b" / f"more {number:03}.jpg", formula_picture(40, 40))
+    with pytest.raises(SourceError, match=r"the source folder .* is gone .* are kept, and the same command carries on"):
+        convert(source, target, size=32, progress=unplug)
+    assert not target.exists()
+    elsewhere.rename(source)
+    report = convert(source, target, size=32)
+    assert report.carried_on > 0
+    assert (report.found, len(report.skipped)) == (340, 1)
+
+
+def test_a_copied_partial_file_is_said_to_be_of_no_use(source: Path, target: Path, undisturbed: bytes) -> None:
+    leave_unfinished(source, target)
+    data = partial_path(target).read_bytes()
+    kept = os.open(partial_path(target), os.O_RDONLY)  # so that the copy gets another inode
+    os.unlink(partial_path(target))
+    partial_path(target).write_bytes(data)
+    os.close(kept)
+    lines: list[str] = []
+    assert convert(source, target, size=32, log=lines.append).carried_on == 0
+    assert lines[0].startswith("beginning anew: ")
+    assert lines[0].endswith("is there, but no journal that belongs to it")
+    assert target.read_bytes() == undisturbed

@@ -205,5 +205,5 @@ def _remove_name(fd: int, path: Path, target: Path) -> None:
 def _is_named(fd: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
