@@ -12,6 +12,11 @@ def human_bytes(count: float) -> str:
     return f"{count:,.1f} TB"
 
 
+def human_signed_bytes(count: float) -> str:
+    """A change, with its sign: "+1.2 MB", "-3 bytes"."""
+    return f"{'-' if count < 0 else '+'}{human_bytes(abs(count))}"
+
+
 def human_time(seconds: float) -> str:
     """75.2 as "1 min 15 s": two units at most."""
     if seconds < 10:
