@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from packshift.datasets import HDF5Dataset, ImageFolderDataset, LMDBDataset, open_dataset
     from packshift.errors import PackshiftError
     from packshift.loader import Loader
+    from packshift.monitor import MemoryMonitor
 
 _HOMES = {
     "HDF5Dataset": "datasets",
     "ImageFolderDataset": "datasets",
     "Loader": "loader",
     "LMDBDataset": "datasets",
+    "MemoryMonitor": "monitor",
     "PackshiftError": "errors",
     "Report": "conversion",
     "convert": "conversion",
@@ -38,6 +40,7 @@ __all__ = [
     "ImageFolderDataset",
     "LMDBDataset",
     "Loader",
+    "MemoryMonitor",
     "PackshiftError",
     "Report",
     "__version__",

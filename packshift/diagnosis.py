@@ -23,7 +23,7 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from packshift.processes import HELPER, WORKER, Exit
-from packshift.text import counted, human_bytes, human_signed_bytes, human_time
+from packshift.text import counted, human_bytes, human_rate, human_time
 from packshift.trends import Points, slope, steady_growth
 from packshift.watching import Look, ProcessLook
 
@@ -92,10 +92,6 @@ def points(looks: Sequence[Look], figure: Callable[[Look], float]) -> Points:
     return [(look.at, figure(look)) for look in looks]
 
 
-def per_minute(bytes_per_second: float) -> str:
-    return f"{human_signed_bytes(bytes_per_second * MINUTE)}/min"
-
-
 def _settled_window(history: Sequence[Look]) -> list[Look]:
     found = window(history, QUICK_WINDOW)
     return found if found and all(look.settled_for >= WARM_UP for look in found) else []
@@ -110,7 +106,7 @@ def _leak(history: Sequence[Look], active: Collection[str]) -> Iterator[WatchWar
     left = history[-1].available / per_second
     yield WatchWarning(
         "leak",
-        f"memory that cannot be taken back has grown by {per_minute(per_second)} for {human_time(seconds)}, steadily"
+        f"memory that cannot be taken back has grown by {human_rate(per_second)} for {human_time(seconds)}, steadily"
         f"{_growing(looks, per_second)}; at this rate the {human_bytes(history[-1].available)} that are available are used "
         f"up in {human_time(left)}",
         "Look for what is kept from step to step: losses with their graph (use loss.item()), lists of batches or outputs, "
@@ -142,7 +138,7 @@ def _slow_leak(history: Sequence[Look], active: bool) -> tuple[list[Look], float
 def _growing(looks: Sequence[Look], rate: float) -> str:
     """In which processes: those that were there all the time, the largest growth first, as long as it is a tenth."""
     rates = sorted(((slope(line), process) for process, line in _lines(looks)), key=lambda pair: -pair[0])
-    shown = [f"{process.title} {per_minute(each)}" for each, process in rates[:3] if each >= rate / 10]
+    shown = [f"{process.title} {human_rate(each)}" for each, process in rates[:3] if each >= rate / 10]
     return f", most of it in {', '.join(shown)}" if shown else ""
 
 
@@ -186,9 +182,9 @@ def _memory_falling(history: Sequence[Look], active: Collection[str]) -> Iterato
         return
     own = slope(points(looks, lambda look: look.total.unreclaimable))
     whose = (
-        f"this training takes {per_minute(own)}"
+        f"this training takes {human_rate(own)}"
         if own >= rate / 2
-        else f"this training takes only {per_minute(own)} of it, something else the rest"
+        else f"this training takes only {human_rate(own)} of it, something else the rest"
     )
     yield WatchWarning(
         "memory-falling",

@@ -37,7 +37,8 @@ class Process:
 
     `age` is in seconds. `cpu` is the CPU time of all its threads so far, `waited` the time in which its first thread
     was ready to run and had to wait for a CPU, both in seconds. `role` is "main" (the one that is watched), "worker" (a
-    fork of its parent, or a process started by multiprocessing, that has no workers of its own), "helper" (multiprocessing's own), or "other".
+    fork of its parent, or a process started by multiprocessing, that has no workers of its own), "helper" (one of
+    multiprocessing's own), or "other".
     """
 
     pid: int

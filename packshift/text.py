@@ -12,9 +12,10 @@ def human_bytes(count: float) -> str:
     return f"{count:,.1f} TB"
 
 
-def human_signed_bytes(count: float) -> str:
-    """A change, with its sign: "+1.2 MB", "-3 bytes"."""
-    return f"{'-' if count < 0 else '+'}{human_bytes(abs(count))}"
+def human_rate(bytes_per_second: float) -> str:
+    """A change over time, with its sign, per minute: 20,000 as "+1.2 MB/min"."""
+    per_minute = bytes_per_second * 60
+    return f"{'-' if per_minute < 0 else '+'}{human_bytes(abs(per_minute))}/min"
 
 
 def human_time(seconds: float) -> str:

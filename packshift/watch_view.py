@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import os
 import shutil
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from packshift.diagnosis import HISTORY, WatchWarning, per_minute, points, warnings_of, window
+from packshift.diagnosis import HISTORY, WatchWarning, points, warnings_of, window
 from packshift.errors import WatchError
 from packshift.memory import Memory
 from packshift.processes import MAIN, WORKER, Exit
-from packshift.text import counted, human_bytes, human_time, printable
+from packshift.text import counted, human_bytes, human_rate, human_time, printable
 from packshift.trends import slope
 from packshift.watching import Look, Peaks, ProcessLook, Watcher
 
@@ -253,7 +252,7 @@ def look_line(session: Session) -> str:
     trend = session.trend(lambda each: each.total.unreclaimable)
     parts = [
         f"{counted(len(look.processes), 'process')}: {human_bytes(total.unreclaimable)} kept"
-        + (f" ({per_minute(trend)})" if trend is not None else "")
+        + (f" ({human_rate(trend)})" if trend is not None else "")
         + f", {human_bytes(total.shared)} of it shared, {human_bytes(total.file)} page cache",
         _busy_text(look),
         f"available {human_bytes(look.available)}",
@@ -316,7 +315,7 @@ def look_lines(session: Session, processes: int | None = None) -> list[str]:
     fall = session.trend(lambda each: each.available)
     lines.append(
         f"available {human_bytes(look.available)}"
-        + (f" ({per_minute(fall)})" if fall is not None else "")
+        + (f" ({human_rate(fall)})" if fall is not None else "")
         + f" of {human_bytes(look.limit)}; swap {human_bytes(look.swap_used)} of {human_bytes(look.swap_total)}"
     )
     lines += [text for text in [_group_text(look), *_gpu_texts(look)] if text]
@@ -330,7 +329,7 @@ def _process_line(each: ProcessLook, trend: float | None) -> str:
 
 def _table_line(name: str, pid: str, busy: str, memory: Memory, trend: float | None) -> str:
     sizes = " ".join(f"{human_bytes(size):>10}" for size in (memory.rss, memory.pss, memory.uss, memory.shared))
-    return f"{name:<30.30} {pid:>8} {busy:>5} {sizes} {'' if trend is None else per_minute(trend):>16}".rstrip()
+    return f"{name:<30.30} {pid:>8} {busy:>5} {sizes} {'' if trend is None else human_rate(trend):>16}".rstrip()
 
 
 def summary_lines(session: Session, how: str) -> list[str]:
@@ -458,26 +457,33 @@ def _log_of(path: str | None) -> Iterator[Callable[[Session], None]]:
     if path is None:
         yield lambda session: None
         return
-    try:
-        with open(path, "a+", newline="", encoding="utf-8") as file:
-            file.seek(0)
-            head = file.readline().rstrip("\r\n")
-            if head and head != ",".join(_CSV_COLUMNS):
-                raise WatchError(f"{path} is there and has other columns: choose another file for --log")
-            writer = csv.DictWriter(file, _CSV_COLUMNS)
-            if not head:
-                writer.writeheader()
+    with _open_log(path) as file:
+        writer = csv.DictWriter(file, _CSV_COLUMNS)
+        if file.tell() == 0:
+            writer.writeheader()
 
-            def write_row(session: Session) -> None:
+        def write_row(session: Session) -> None:
+            try:
                 writer.writerow(_row(session))
                 file.flush()
+            except OSError as error:
+                raise WatchError(f"{path}: cannot be written: {error.strerror}") from error
 
-            yield write_row
-    except (OSError, UnicodeDecodeError) as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        reason = getattr(error, "strerror", None) or "it is not a text file"
-        raise WatchError(f"{path}: cannot be written: {reason}") from error
+        yield write_row
+
+
+def _open_log(path: str) -> TextIO:
+    try:
+        file = open(path, "a+", newline="", encoding="utf-8", errors="replace")  # noqa: SIM115 (the caller closes it)
+    except OSError as error:
+        raise WatchError(f"{path}: cannot be written: {error.strerror}") from error
+    file.seek(0)
+    head = file.readline().rstrip("\r\n")
+    if head and head != ",".join(_CSV_COLUMNS):
+        file.close()
+        raise WatchError(f"{path} is there and has other columns: choose another file for --log")
+    file.seek(0, os.SEEK_END)
+    return file
 
 
 def _row(session: Session) -> dict[str, Any]:
