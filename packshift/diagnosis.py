@@ -17,6 +17,7 @@ Thresholds, and why they are where they are:
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,7 +33,7 @@ WARM_UP = 5.0
 QUICK_WINDOW = 15.0
 SLOW_WINDOW, HISTORY = 180.0, 600.0
 STARVING_WINDOW, STARVING_LEAST = 30.0, 10.0
-EVENT_STAYS = 60.0
+EVENT_STAYS, _EVENT_LOOKS = 60.0, 5
 _LEAST_LOOKS = 8
 _MB = 1_000_000
 _QUICK_RATE = 1.0 * _MB
@@ -54,12 +55,15 @@ _LONE_FOR_LOOKS = 2
 @dataclass(frozen=True)
 class WatchWarning:
     """`name` is one word for programs, `text` what was seen and why it matters, `advice` what to do. `level` is "warning",
-    or "note" for what looks like trouble and is none."""
+    or "note" for what looks like trouble and is none. `at` is the moment of an event, in seconds since 1970; None where
+    the warning is about a state.
+    """
 
     name: str
     text: str
     advice: str
     level: str = "warning"
+    at: float | None = None
 
     def __str__(self) -> str:
         return f"{self.level}: {self.text}. {self.advice}"
@@ -106,7 +110,7 @@ def _leak(history: Sequence[Look], active: Collection[str]) -> Iterator[WatchWar
     left = history[-1].available / per_second
     yield WatchWarning(
         "leak",
-        f"memory that cannot be taken back has grown by {human_rate(per_second)} for {human_time(seconds)}, steadily"
+        f"memory that cannot be taken back has grown by {human_bytes(per_second * MINUTE)}/min for {human_time(seconds)}, steadily"
         f"{_growing(looks, per_second)}; at this rate the {human_bytes(history[-1].available)} that are available are used "
         f"up in {human_time(left)}",
         "Look for what is kept from step to step: losses with their graph (use loss.item()), lists of batches or outputs, "
@@ -138,7 +142,7 @@ def _slow_leak(history: Sequence[Look], active: bool) -> tuple[list[Look], float
 def _growing(looks: Sequence[Look], rate: float) -> str:
     """In which processes: those that were there all the time, the largest growth first, as long as it is a tenth."""
     rates = sorted(((slope(line), process) for process, line in _lines(looks)), key=lambda pair: -pair[0])
-    shown = [f"{process.title} {human_rate(each)}" for each, process in rates[:3] if each >= rate / 10]
+    shown = [f"{process.process.title} {human_rate(each)}" for each, process in rates[:3] if each >= rate / 10]
     return f", most of it in {', '.join(shown)}" if shown else ""
 
 
@@ -214,43 +218,46 @@ def _swap(history: Sequence[Look], active: Collection[str]) -> Iterator[WatchWar
 
 
 def _oom_kills(history: Sequence[Look], active: Collection[str]) -> Iterator[WatchWarning]:
-    count = history[-1].oom_kills - history[0].oom_kills
-    last = _last_rise(history)
-    if last is None or history[-1].at - last > EVENT_STAYS:
+    rises = [later for earlier, later in pairwise(history) if later.oom_kills > earlier.oom_kills]
+    if not rises or not _is_fresh(rises[-1], history):
         return
+    count = history[-1].oom_kills - history[0].oom_kills
     group = history[-1].group
     where = "on this machine" if group is None else "in this training's control group"
     size = "" if group is None or group.limit is None else f", whose limit is {human_bytes(group.limit)}"
     yield WatchWarning(
         "oom-kill",
-        f"the kernel has killed {counted(count, 'process')} for want of memory {where}{size}, the last "
-        f"{human_time(history[-1].at - last)} ago",
+        f"the kernel has killed {counted(count, 'process')} for want of memory {where}{size}, at {_moment(rises[-1])}",
         "Use fewer workers (num_workers), a smaller prefetch_factor or batch_size, or raise the limit",
+        at=rises[-1].clock,
     )
-
-
-def _last_rise(history: Sequence[Look]) -> float | None:
-    rises = [later.at for earlier, later in pairwise(history) if later.oom_kills > earlier.oom_kills]
-    return rises[-1] if rises else None
 
 
 def _dead_workers(history: Sequence[Look], active: Collection[str]) -> Iterator[WatchWarning]:
     deaths = list(_deaths(history))
-    if not deaths or history[-1].at - deaths[-1][0] > EVENT_STAYS:
+    if not deaths or not _is_fresh(deaths[-1][0], history):
         return
-    at, last = deaths[-1]
-    again = any(each.process.age < history[-1].at - at for each in history[-1].workers)
-    often = f" ({len(deaths)} workers in the last {human_time(history[-1].at - history[0].at)})" if deaths[1:] else ""
+    look, last = deaths[-1]
+    again = any(each.process.key[1] > last.process.key[1] + _COHORT_SECONDS for each in history[-1].workers)
+    often = f" (in {human_time(history[-1].at - history[0].at)}: {len(deaths)} workers)" if deaths[1:] else ""
     how, advice = _end_of(last)
     yield WatchWarning(
         "worker-died",
-        f"worker {last.process.name} (pid {last.process.pid}) {how} {human_time(history[-1].at - at)} ago{often}"
-        + (", and workers were started again" if again else ""),
+        f"{last.process.title} {how} at {_moment(look)}{often}{', and workers were started again' if again else ''}",
         advice,
+        at=look.clock,
     )
 
 
-def _deaths(history: Sequence[Look]) -> Iterator[tuple[float, Exit]]:
+def _is_fresh(event: Look, history: Sequence[Look]) -> bool:
+    return event.at >= history[-1].at - EVENT_STAYS or event in history[-_EVENT_LOOKS:]
+
+
+def _moment(look: Look) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(look.clock))
+
+
+def _deaths(history: Sequence[Look]) -> Iterator[tuple[Look, Exit]]:
     """Workers that did not end as workers do.
 
     A DataLoader lets its workers return (0) or, after 5 s, terminates them (SIGTERM), all together: at the end of an epoch
@@ -262,10 +269,10 @@ def _deaths(history: Sequence[Look]) -> Iterator[tuple[float, Exit]]:
             if exit.process.role != WORKER:
                 continue
             if exit.status is None:
-                if index and _is_missed(exit, history[index:]):
-                    yield look.at, exit
+                if _is_missed(exit, history[index:]):
+                    yield look, exit
             elif exit.status > 0 or (exit.status < 0 and -exit.status not in _ORDERLY):
-                yield look.at, exit
+                yield look, exit
 
 
 def _is_missed(exit: Exit, since: Sequence[Look]) -> bool:
@@ -282,7 +289,10 @@ def _is_missed(exit: Exit, since: Sequence[Look]) -> bool:
 def _end_of(exit: Exit) -> tuple[str, str]:
     """How a worker ended, and what to do about it."""
     if exit.status is None:
-        return "is gone, while those started with it go on,", "Look for its last words in the training's output"
+        return (
+            "was found missing, while those started with it go on,",
+            "Look for its last words in the training's output",
+        )
     if exit.signal_name == "SIGKILL":
         return (
             "was killed (SIGKILL)",
@@ -352,7 +362,7 @@ def _starved(looks: Sequence[Look], consumer: ProcessLook, gpu: Sequence[float],
     if consumption is main or swings(consumption) < (_SWINGS * ease) or idle < _GPU_IDLE * ease:
         return None
     if fmean(main) >= _BUSY:
-        return _starving_warning(True, consumption, f"{consumer.title} is busy for {fmean(main):.0%} of it")
+        return _starving_warning(True, consumption, f"{consumer.process.title} is busy for {fmean(main):.0%} of it")
     return None
 
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 
 import psutil
 
+from packshift.text import printable
+
 MAIN, WORKER, HELPER, OTHER = "main", "worker", "helper", "other"
 _WORKER_NAME = "pt_data_worker"  # what torch 2.6 and later call a DataLoader's workers
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.semaphore_tracker", "multiprocessing.forkserver")
@@ -50,6 +52,10 @@ class Process:
     age: float
     cpu: float
     waited: float
+
+    @property
+    def title(self) -> str:
+        return printable(f"{self.role} {self.name}") + f" (pid {self.pid})"
 
     @property
     def alive(self) -> bool:

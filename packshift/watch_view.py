@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import shutil
+import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -66,17 +68,17 @@ class Session:
         self._first: Look | None = None
 
     def add(self, look: Look) -> list[WatchWarning]:
-        """Take a look in; returns the warnings that were not there after the one before."""
+        """Take a look in; returns the warnings that were not there after the one before, and those about new events."""
         self._first = self._first or look
         self.history.append(look)
         self.peaks.add(look)
         self.looks += 1
-        active = {warning.name for warning in self.warnings}
-        self.warnings = warnings_of(self.history, active)
+        before = {warning.name: warning.at for warning in self.warnings}
+        self.warnings = warnings_of(self.history, before)
         for warning in self.warnings:
             since, _ = self.told.get(warning.name, (self.elapsed, warning))
             self.told[warning.name] = (since, warning)
-        return [warning for warning in self.warnings if warning.name not in active]
+        return [each for each in self.warnings if each.name not in before or each.at != before[each.name]]
 
     @property
     def last(self) -> Look:
@@ -179,7 +181,7 @@ class _Lines:
 
 class _Once(_Lines):
     def look(self, new: Sequence[WatchWarning]) -> None:
-        _write(self._out, look_lines(self._session))
+        _write(self._out, [*table_lines(self._session), *facts_lines(self._session)])
 
 
 class _Screen(_Lines):
@@ -189,8 +191,9 @@ class _Screen(_Lines):
 
     def look(self, new: Sequence[WatchWarning]) -> None:
         size = shutil.get_terminal_size()
-        lines = look_lines(self._session, processes=max(3, size.lines - 12 - 2 * len(self._session.warnings)))
-        lines = [part for line in lines for part in _folded(line, size.columns - 1)][: size.lines - 1]
+        below = [part for line in facts_lines(self._session) for part in _folded(line, size.columns - 1)]
+        table = table_lines(self._session, processes=max(2, size.lines - len(below) - 5))
+        lines = [*(line[: size.columns - 1] for line in table), *below][: size.lines - 1]
         self._erase()
         _write(self._out, lines)
         self._drawn = len(lines)
@@ -215,8 +218,6 @@ class _JsonLines:
         self._print(summary_json(self._session, how))
 
     def _print(self, document: dict[str, Any]) -> None:
-        import json
-
         _write(self._out, [json.dumps(document)])
 
 
@@ -237,11 +238,6 @@ def _write(out: TextIO, lines: Sequence[str]) -> None:
 
 
 def _folded(line: str, width: int) -> list[str]:
-    """A warning over several lines; any other line cut, so that the columns stay."""
-    if not line.startswith(("warning: ", "note: ")):
-        return [line[:width]]
-    import textwrap
-
     return textwrap.wrap(line, max(20, width), subsequent_indent="  ")
 
 
@@ -295,31 +291,37 @@ def _gpu_texts(look: Look) -> list[str]:
     return texts
 
 
-def look_lines(session: Session, processes: int | None = None) -> list[str]:
-    """One look as a table, at most so many processes, the main one and the largest."""
+def table_lines(session: Session, processes: int | None = None) -> list[str]:
+    """A row for each process, at most so many, the main one and the largest, and one for all together."""
     look = session.last
-    head = f"{'process':<30} {'pid':>8} {'busy':>5} {'RSS':>10} {'PSS':>10} {'USS':>10} {'shared':>10} {'trend':>16}"
+    head = ("process", "pid", "busy", "RSS", "PSS", "USS", "shared", "trend")
     others = sorted(look.processes[1:], key=lambda each: -each.memory.uss)
     chosen = [look.main, *others][:processes]
-    lines = [head, *(_process_line(each, session.process_trend(each)) for each in chosen)]
+    lines = [_aligned(head), *(_process_line(each, session.process_trend(each)) for each in chosen)]
     if len(chosen) < len(look.processes):
         lines.append(f"... and {len(look.processes) - len(chosen):,} more")
-    total = look.total
     trend = session.trend(lambda each: each.total.unreclaimable)
-    lines.append(_table_line("all", "", "", total, trend))
-    lines.append(
+    return [*lines, _table_line("all", "", "", look.total, trend)]
+
+
+def facts_lines(session: Session) -> list[str]:
+    """What is true of all processes together, of the machine, the control group and the GPUs; then the warnings."""
+    look = session.last
+    total = look.total
+    fall = session.trend(lambda each: each.available)
+    lines = [
         f"{human_bytes(total.unreclaimable)} cannot be taken back: anonymous {human_bytes(total.anonymous)}, shared "
         f"{human_bytes(total.shared)}, swapped out {human_bytes(total.swap)}, page tables {human_bytes(total.page_tables)}; "
-        f"the other {human_bytes(total.file)} are page cache"
-    )
-    fall = session.trend(lambda each: each.available)
-    lines.append(
+        f"{human_bytes(total.file)} more are page cache",
         f"available {human_bytes(look.available)}"
         + (f" ({human_rate(fall)})" if fall is not None else "")
-        + f" of {human_bytes(look.limit)}; swap {human_bytes(look.swap_used)} of {human_bytes(look.swap_total)}"
-    )
-    lines += [text for text in [_group_text(look), *_gpu_texts(look)] if text]
-    return lines + [str(warning) for warning in session.warnings]
+        + f" of {human_bytes(look.limit)}; "
+        + (f"swap {human_bytes(look.swap_used)} of {human_bytes(look.swap_total)}" if look.swap_total else "no swap"),
+        _group_text(look),
+        *_gpu_texts(look),
+        *map(str, session.warnings),
+    ]
+    return [line for line in lines if line]
 
 
 def _process_line(each: ProcessLook, trend: float | None) -> str:
@@ -328,8 +330,14 @@ def _process_line(each: ProcessLook, trend: float | None) -> str:
 
 
 def _table_line(name: str, pid: str, busy: str, memory: Memory, trend: float | None) -> str:
-    sizes = " ".join(f"{human_bytes(size):>10}" for size in (memory.rss, memory.pss, memory.uss, memory.shared))
-    return f"{name:<30.30} {pid:>8} {busy:>5} {sizes} {'' if trend is None else human_rate(trend):>16}".rstrip()
+    sizes = (human_bytes(size) for size in (memory.rss, memory.pss, memory.uss, memory.shared))
+    return _aligned((name, pid, busy, *sizes, "" if trend is None else human_rate(trend)))
+
+
+def _aligned(cells: Sequence[str]) -> str:
+    widths = (22, 8, 5, 9, 9, 9, 9, 15)
+    first, *rest = (f"{cell:>{width}}" for cell, width in zip(cells[1:], widths[1:], strict=True))
+    return " ".join([f"{cells[0]:<22.22}", first, *rest]).rstrip()
 
 
 def summary_lines(session: Session, how: str) -> list[str]:

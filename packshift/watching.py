@@ -6,7 +6,6 @@ per GB, while the process must wait with new mappings: a look every second or tw
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,10 +40,6 @@ class ProcessLook:
     @property
     def role(self) -> str:
         return self.process.role
-
-    @property
-    def title(self) -> str:
-        return f"{self.role} {self.process.name} (pid {self.pid})"
 
 
 @dataclass(frozen=True)
@@ -192,15 +187,25 @@ class Peaks:
 def _check_readable(pid: int) -> None:
     if not psutil.pid_exists(pid):
         raise WatchError(f"there is no process {pid}: give the number of one that runs (pgrep -f train.py finds it)")
-    found = family(pid)
-    if found and memory_of(pid) is not None:
+    if family(pid) and memory_of(pid) is not None:
         return
-    if os.geteuid() != 0 and psutil.Process(pid).uids().real != os.geteuid():
+    if _is_forbidden(pid):
         owner = psutil.Process(pid).username()
         raise WatchError(
             f"process {pid} belongs to {owner}, and its memory may not be read: run this as {owner} or root"
         )
     raise WatchError(f"process {pid} has no memory to look at: it has ended, or is a part of the kernel")
+
+
+def _is_forbidden(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            file.readline()
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _left_in(group: GroupMemory) -> int:
