@@ -110,9 +110,9 @@ def _leak(history: Sequence[Look], active: Collection[str]) -> Iterator[WatchWar
     left = history[-1].available / per_second
     yield WatchWarning(
         "leak",
-        f"memory that cannot be taken back has grown by {human_bytes(per_second * MINUTE)}/min for {human_time(seconds)}, steadily"
-        f"{_growing(looks, per_second)}; at this rate the {human_bytes(history[-1].available)} that are available are used "
-        f"up in {human_time(left)}",
+        f"memory that cannot be taken back has grown by {human_bytes(per_second * MINUTE)}/min for {human_time(seconds)}, "
+        f"steadily{_growing(looks, per_second)}; at this rate the {human_bytes(history[-1].available)} that are available "
+        f"are used up in {human_time(left)}",
         "Look for what is kept from step to step: losses with their graph (use loss.item()), lists of batches or outputs, "
         "a cache in the dataset; in all workers alike: Python objects per sample, which each worker copies as it reads them",
     )

@@ -67,6 +67,12 @@ class Resident:
     shared: int = 0
     file: int = 0
     swap: int = 0
+    page_tables: int = 0
+
+    @property
+    def unreclaimable(self) -> int:
+        """What the kernel cannot take back, as `Memory.unreclaimable`, with all that is shared with other processes."""
+        return self.anonymous + self.shared + self.swap + self.page_tables
 
     @property
     def private(self) -> int:
@@ -84,7 +90,7 @@ def resident_of(pid: int) -> Resident | None:
         return None
     if "VmRSS" not in status:  # a process that has ended and was not waited for
         return None
-    names = ("VmRSS", "RssAnon", "RssShmem", "RssFile", "VmSwap")
+    names = ("VmRSS", "RssAnon", "RssShmem", "RssFile", "VmSwap", "VmPTE")
     return Resident(*(status.get(name, 0) for name in names))
 
 

@@ -2,8 +2,8 @@
 one line.
 
 A background thread looks once a second at /proc/PID/status of each process, 30 microseconds each. Exact sums, which
-count pages that processes share once, come from smaps_rollup, milliseconds for each GB: the thread measures what that
-costs and does it so seldom that it takes 0.3 % of the time.
+count pages that processes share once, come from smaps_rollup, milliseconds for each GB that each process sees: the thread
+measures what that costs and does it so seldom that it takes 0.6 % of the time. One process alone needs none.
 
 Workers may be forked while the thread runs. A child has no copy of the thread; it gets a copy of whatever locks the
 thread held at that moment, locked for ever. So the thread takes none that a child could want: it reads files
@@ -25,12 +25,13 @@ import psutil
 
 from packshift.arguments import at_least_one
 from packshift.errors import UsageError
-from packshift.memory import Memory, Resident, memory_of, resident_of
+from packshift.memory import Resident, memory_of, resident_of
 from packshift.processes import MAIN, Process, family
 from packshift.text import counted, human_bytes, human_rate, human_time, printable
 from packshift.trends import slope
 
-_QUICK_SHARE, _EXACT_SHARE = 0.004, 0.003
+_QUICK_SHARE, _EXACT_SHARE = 0.003, 0.006
+_COST_OF_BYTE = 6e-12  # seconds, before it was measured: 6 ms for a GB
 _MOST_POINTS = 240
 _MOST_ENDED = 50
 _LOG_SECONDS = 60.0
@@ -43,7 +44,8 @@ class ProcessReport:
     """One process since monitoring began; ended ones are kept, too. Bytes, and bytes per second.
 
     `peak_private` is the most anonymous memory that it saw, with what it shares with the process that it was forked
-    from; `slope` is how fast that grows (median slope, robust), None from fewer than 3 samples.
+    from; `slope` is how fast that grows (median slope over the later half), None from fewer
+    than 5 samples.
     """
 
     pid: int
@@ -107,7 +109,8 @@ class _Line:
         self.seen += 1
 
     def slope(self) -> float | None:
-        points = self.points
+        """Of the later half: a training grows while it starts."""
+        points = self.points[len(self.points) // 2 :]
         return slope(points) if len(points) >= 3 else None
 
 
@@ -135,11 +138,11 @@ class MemoryMonitor:
                 monitor.step()
         print(monitor.report())
 
-    `interval` is the time from one sample to the next in seconds; more where a sample would cost over 0.4 % of it. A line
+    `interval` is the time from one sample to the next in seconds; more where a sample would cost over 0.3 % of it. A line
     is said every `steps` calls of `step()`, or every `every` seconds (60 where neither is given), through `log`, a
     function of one string; by default to stderr. Nothing that goes wrong here reaches the training: `report().error` has
-    it. `peak` is that of the samples that count shared pages once, which are a few seconds apart where there is much
-    memory: a shorter peak can be missed; those per process are of every sample.
+    it. `peak` is that of the samples that count shared pages once, which are seconds apart where there is much memory and
+    there are many workers: a shorter peak can be missed; those per process are of every sample.
     """
 
     def __init__(
@@ -165,14 +168,15 @@ class MemoryMonitor:
         self._pid = os.getpid()
         self._records: dict[tuple[int, float], _Record] = {}
         self._total = _Line()
-        self._exact = Memory()
+        self._kept = 0
         self._peak = 0
         self._least_available: int | None = None
         self._count = 0
         self._samples = 0
         self._began = self._ended = time.monotonic()
-        self._cost = 0.0
-        self._next_exact = self._next_line = 0.0
+        self._cost = self._exact_cost = 0.0
+        self._cost_of_byte = _COST_OF_BYTE
+        self._next_line = 0.0
         self._error: str | None = None
 
     def start(self) -> MemoryMonitor:
@@ -234,7 +238,7 @@ class MemoryMonitor:
         main = [record for record in records if record.process.role == MAIN]
         others = sorted((r for r in records if r.process.role != MAIN), key=lambda record: -record.last.private)
         parts = [
-            f"memory {human_bytes(self._exact.unreclaimable)}{_rate_text(self._total.slope())}, peak "
+            f"memory {human_bytes(self._kept)}{_rate_text(self._total.slope())}, peak "
             f"{human_bytes(self._peak)}, available at least {human_bytes(self._least_available or 0)}",
             *(f"main {human_bytes(each.last.private)}{_rate_text(each.line.slope())}" for each in main),
         ]
@@ -255,7 +259,7 @@ class MemoryMonitor:
             seconds=seconds,
             samples=self._samples,
             peak=self._peak,
-            kept=self._exact.unreclaimable,
+            kept=self._kept,
             slope=self._total.slope(),
             least_available=self._least_available or 0,
             processes=tuple(
@@ -274,36 +278,47 @@ class MemoryMonitor:
                 if self._every is not None and time.monotonic() >= self._next_line:
                     self._next_line += self._every
                     self._say_from_thread(self.line())
-            self._sample(exactly=True)
+            self._sample()
         except Exception as error:  # noqa: BLE001 (nothing that goes wrong here may reach the training)
             self._error = _text_of(error)
         self._ended = time.monotonic()
 
-    def _sample(self, *, exactly: bool = False) -> float:
+    def _sample(self) -> float:
         """One sample; returns the seconds of CPU time that the quick part took."""
         began = time.thread_time()
         now = time.monotonic()
         found = family(self._pid)
-        residents = [(process, resident_of(process.pid)) for process in found]
-        alive = set()
-        for process, resident in residents:
-            if resident is not None:
-                alive.add(process.key)
-                self._records.setdefault(process.key, _Record(process, resident)).add(now, resident)
-        self._forget_ended(alive)
+        residents = {process.key: resident_of(process.pid) for process in found}
+        seen = {process: resident for process in found if (resident := residents[process.key]) is not None}
+        for process, resident in seen.items():
+            self._records.setdefault(process.key, _Record(process, resident)).add(now, resident)
+        self._forget_ended({process.key for process in seen})
+        largest = max((resident.unreclaimable for resident in seen.values()), default=0)
+        self._peak = max(self._peak, largest)
         available = psutil.virtual_memory().available
         least = self._least_available
         self._least_available = available if least is None else min(least, available)
         self._samples += 1
         quick = time.thread_time() - began
-        if exactly or now >= self._next_exact:
-            memories = [memory_of(process.pid) for process in found]
-            self._exact = sum((memory for memory in memories if memory is not None), Memory())
-            self._peak = max(self._peak, self._exact.unreclaimable)
-            self._total.add(now, self._exact.unreclaimable)
-            self._next_exact = now + (time.thread_time() - began - quick) / _EXACT_SHARE
+        if len(seen) == 1:
+            self._add_total(now, largest)
+        elif self._can_afford(mapped := sum(resident.rss for resident in seen.values()), now):
+            memories = [memory_of(process.pid) for process in seen]
+            self._add_total(now, sum(memory.unreclaimable for memory in memories if memory is not None))
+            exact = time.thread_time() - began - quick
+            self._exact_cost += exact
+            self._cost_of_byte = exact / max(1, mapped)
         self._cost += time.thread_time() - began
         return quick
+
+    def _can_afford(self, mapped: int, now: float) -> bool:
+        """Whether exact figures, which cost in proportion to what all processes map, are within their share of the time."""
+        return self._exact_cost + self._cost_of_byte * mapped <= _EXACT_SHARE * (now - self._began)
+
+    def _add_total(self, at: float, unreclaimable: int) -> None:
+        self._kept = unreclaimable
+        self._peak = max(self._peak, unreclaimable)
+        self._total.add(at, unreclaimable)
 
     def _forget_ended(self, alive: set[tuple[int, float]]) -> None:
         """Of processes that have ended, the 50 largest stay."""
