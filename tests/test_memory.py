@@ -19,6 +19,7 @@ from packshift import machine, memory
 from packshift.memory import Memory, Resident, memory_of, memory_of_all, resident_of, tree_of
 
 MB = 1_000_000
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
@@ -180,7 +181,14 @@ def test_without_proc_there_are_psutils_figures(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_older_kernel_tells_anonymous_memory_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    rollup = {"Rss": 10 * MB, "Pss": 6 * MB, "Anonymous": 4 * MB, "Private_Dirty": 3 * MB, "Private_Clean": MB, "Swap": 5}
+    rollup = {
+        "Rss": 10 * MB,
+        "Pss": 6 * MB,
+        "Anonymous": 4 * MB,
+        "Private_Dirty": 3 * MB,
+        "Private_Clean": MB,
+        "Swap": 5,
+    }
     files = {"smaps_rollup": rollup, "status": {"VmPTE": 7}}
     monkeypatch.setattr(memory, "_fields", lambda path: files[path.name])
     assert memory_of(1) == Memory(10 * MB, 6 * MB, 4 * MB, 4 * MB, 0, 2 * MB, 5, 7)
