@@ -281,7 +281,7 @@ def _portable_process_of(pid: int, role: str) -> Process | None:
                 key=(pid, process.create_time()),
                 name=process.name(),
                 role=role,
-                state=_ZOMBIES[0] if process.status() == psutil.STATUS_ZOMBIE else "",
+                state=_ZOMBIES[0] if process.status() == psutil.STATUS_ZOMBIE else "S",
                 age=max(0.0, time.time() - process.create_time()),
                 cpu=times.user + times.system,
                 waited=0.0,

@@ -144,8 +144,9 @@ def _watch(
         if once and looks == 1:
             watcher.wait(_ONCE_SECONDS)
             continue
-        show.look(session.add(look))
+        new = session.add(look)
         write_row(session)
+        show.look(new)
         if once:
             return False
         due = begin + looks * interval
@@ -191,8 +192,10 @@ class _Screen(_Lines):
 
     def look(self, new: Sequence[WatchWarning]) -> None:
         size = shutil.get_terminal_size()
-        below = [part for line in facts_lines(self._session) for part in _folded(line, size.columns - 1)]
+        facts = [_encodable(line, self._out) for line in facts_lines(self._session)]
+        below = [part for line in facts for part in textwrap.wrap(line, size.columns - 1, subsequent_indent="  ")]
         table = table_lines(self._session, processes=max(2, size.lines - len(below) - 5))
+        table = [_encodable(line, self._out) for line in table]
         lines = [*(line[: size.columns - 1] for line in table), *below][: size.lines - 1]
         self._erase()
         _write(self._out, lines)
@@ -231,14 +234,14 @@ def _view(session: Session, out: TextIO, *, once: bool, as_json: bool) -> _Lines
 
 
 def _write(out: TextIO, lines: Sequence[str]) -> None:
-    encoding = getattr(out, "encoding", None) or "utf-8"
-    text = "".join(f"{line}\n" for line in lines)
-    out.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    out.write("".join(f"{_encodable(line, out)}\n" for line in lines))
     out.flush()
 
 
-def _folded(line: str, width: int) -> list[str]:
-    return textwrap.wrap(line, max(20, width), subsequent_indent="  ")
+def _encodable(line: str, out: TextIO) -> str:
+    """What the terminal's encoding cannot show is escaped."""
+    encoding = getattr(out, "encoding", None) or "utf-8"
+    return line.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def look_line(session: Session) -> str:
