@@ -3,7 +3,7 @@ one line.
 
 A background thread looks once a second at /proc/PID/status of each process, 30 microseconds each. Exact sums, which
 count pages that processes share once, come from smaps_rollup, milliseconds for each GB that each process sees: the thread
-measures what that costs and does it so seldom that it takes 0.6 % of the time. One process alone needs none.
+measures what that costs and does it so seldom that it takes 0.4 % of the time. One process alone needs none.
 
 Workers may be forked while the thread runs. A child has no copy of the thread; it gets a copy of whatever locks the
 thread held at that moment, locked for ever. So the thread takes none that a child could want: it reads files
@@ -30,8 +30,8 @@ from packshift.processes import MAIN, Process, family
 from packshift.text import counted, human_bytes, human_rate, human_time, printable
 from packshift.trends import slope
 
-_QUICK_SHARE, _EXACT_SHARE = 0.003, 0.006
-_COST_OF_BYTE = 6e-12  # seconds, before it was measured: 6 ms for a GB
+_QUICK_SECONDS, _EXACT_SHARE = 0.003, 0.004
+_COST_OF_BYTE = 12e-12  # seconds, until it is measured: 12 ms for a GB
 _MOST_POINTS = 240
 _MOST_ENDED = 50
 _LOG_SECONDS = 60.0
@@ -45,7 +45,7 @@ class ProcessReport:
 
     `peak_private` is the most anonymous memory that it saw, with what it shares with the process that it was forked
     from; `slope` is how fast that grows (median slope over the later half), None from fewer
-    than 5 samples.
+    than 9 samples.
     """
 
     pid: int
@@ -111,7 +111,7 @@ class _Line:
     def slope(self) -> float | None:
         """Of the later half: a training grows while it starts."""
         points = self.points[len(self.points) // 2 :]
-        return slope(points) if len(points) >= 3 else None
+        return slope(points) if len(points) >= 5 else None
 
 
 @dataclass
@@ -138,11 +138,12 @@ class MemoryMonitor:
                 monitor.step()
         print(monitor.report())
 
-    `interval` is the time from one sample to the next in seconds; more where a sample would cost over 0.3 % of it. A line
-    is said every `steps` calls of `step()`, or every `every` seconds (60 where neither is given), through `log`, a
-    function of one string; by default to stderr. Nothing that goes wrong here reaches the training: `report().error` has
-    it. `peak` is that of the samples that count shared pages once, which are seconds apart where there is much memory and
-    there are many workers: a shorter peak can be missed; those per process are of every sample.
+    `interval` is the time from one sample to the next in seconds, stretched where there are so many processes that a
+    sample takes more than 3 ms. A line is said every `steps` calls of `step()`, or every `every` seconds (60 where
+    neither is given), through `log`, a function of one string; by default to stderr. Nothing that goes wrong here reaches
+    the training: `report().error` has it. `peak` is that of the samples that count shared pages once, which are seconds
+    apart where there is much memory and there are many workers: a shorter peak can be missed; those per process are of
+    every sample.
     """
 
     def __init__(
@@ -273,7 +274,7 @@ class MemoryMonitor:
     def _run(self) -> None:
         try:
             quick = 0.0
-            while not self._stop.wait(max(self._interval, quick / _QUICK_SHARE)):
+            while not self._stop.wait(self._interval * max(1.0, quick / _QUICK_SECONDS)):
                 quick = self._sample()
                 if self._every is not None and time.monotonic() >= self._next_line:
                     self._next_line += self._every
