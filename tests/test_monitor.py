@@ -198,6 +198,21 @@ class TestFork:
             assert os.waitpid(pid, 0)[1] == 0
             assert watching.running
 
+    def test_a_fork_may_have_one_of_its_own(self) -> None:
+        lines: list[str] = []
+        with MemoryMonitor(interval=0.01, every=0.01, log=lines.append) as watching:
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    lines.clear()
+                    with watching:
+                        until(lambda: len(lines) >= 2)
+                    code = 0 if watching.report().processes[0].pid == os.getpid() else 2
+                finally:
+                    os._exit(code)
+            assert os.waitpid(pid, 0)[1] == 0
+
     def test_a_fork_waits_for_a_log_that_is_being_written(self) -> None:
         """What the log does is not cut in half in the child, such as a lock that would stay locked there for ever."""
         lock = threading.Lock()

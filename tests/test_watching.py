@@ -198,7 +198,7 @@ class TestMachine:
         assert set(texts) == {"leak", "memory-falling"}
 
     def test_a_fall_that_lasts_for_hours_is_none(self) -> None:
-        assert names([look(at, available=20 * GB - at * MB) for at in range(60)]) == []
+        assert names([look(at, available=20 * GB - at * 2 * MB) for at in range(60)]) == []
 
     def test_little_memory_left(self) -> None:
         assert names([look(0, available=GB)]) == ["memory-low"]
@@ -384,6 +384,16 @@ if __name__ == "__main__":
                 assert sorted(each.role for each in found) == expected
                 assert next(each for each in found if each.role == "other").name == "sleep"
                 assert all(each.alive and each.parent == child.pid for each in found[1:])
+            finally:
+                for each in found[1:]:
+                    os.kill(each.pid, signal.SIGKILL)
+
+    def test_a_rank_with_workers_of_its_own_is_no_worker(self) -> None:
+        with process("import os, time\nos.fork() or (os.fork(), time.sleep(60))") as child:
+            found = family(child.pid)
+            try:
+                assert [each.role for each in found] == ["main", "other", "worker"]
+                assert found[2].parent == found[1].pid
             finally:
                 for each in found[1:]:
                     os.kill(each.pid, signal.SIGKILL)
@@ -636,6 +646,9 @@ class TestViews:
         assert all(len(line) < 60 for line in lines)
         assert "more" in first
         assert second.splitlines()[0].startswith("process")
+        monkeypatch.setenv("LINES", "6")
+        view.look([])
+        assert len(out.getvalue().rpartition("\x1b[J")[2].splitlines()) == 5
         assert "warning: only 1.0 MB" in second
 
     def test_a_new_event_is_told_though_its_warning_is_there(self) -> None:
