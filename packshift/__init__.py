@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from packshift.errors import PackshiftError
     from packshift.forecasting import forecast
     from packshift.loader import Loader
+    from packshift.monitor import MemoryMonitor
 
 _HOMES = {
     "HDF5Dataset": "datasets",
     "ImageFolderDataset": "datasets",
     "Loader": "loader",
     "LMDBDataset": "datasets",
+    "MemoryMonitor": "monitor",
     "PackshiftError": "errors",
     "Report": "conversion",
     "bench": "benchmarking",
@@ -42,6 +44,7 @@ __all__ = [
     "ImageFolderDataset",
     "LMDBDataset",
     "Loader",
+    "MemoryMonitor",
     "PackshiftError",
     "Report",
     "__version__",

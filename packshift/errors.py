@@ -5,6 +5,7 @@
     ├── SourceError (OSError)           the folder of pictures: missing, empty, nothing to convert
     ├── ImageError (ValueError)         one picture that cannot be read; carries the reason
     ├── TargetError (OSError)           the file to be written: exists, not writable, disk full, in use
+    ├── WatchError                      the process to be watched: not there, not ours, its log not writable
     └── StoreError (OSError)            the store to be read
         ├── NotAStoreError              some other file
         ├── UnfinishedStoreError        a conversion that has not ended
@@ -43,6 +44,10 @@ class TargetError(PackshiftError, OSError):
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C during a conversion; says what is kept."""
+
+
+class WatchError(PackshiftError):
+    """The process cannot be watched, or what is seen cannot be logged."""
 
 
 class StoreError(PackshiftError, OSError):

@@ -47,10 +47,53 @@ class Memory:
     def __add__(self, other: Memory) -> Memory:
         return Memory(*(one + another for one, another in zip(astuple(self), astuple(other), strict=True)))
 
+    def larger(self, other: Memory) -> Memory:
+        """The larger of each figure: a peak, whose parts need not have been there at the same time."""
+        return Memory(*(max(one, another) for one, another in zip(astuple(self), astuple(other), strict=True)))
+
     @property
     def unreclaimable(self) -> int:
         """Bytes that the kernel cannot take back: what counts when it looks for a process to kill."""
         return self.anonymous + self.shared + self.swap + self.page_tables
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Memory of one process in bytes, as /proc/PID/status counts it: each page in full in each process that maps it.
+
+    Read in 30 microseconds, whatever the size; sums over forked processes count shared pages several times.
+    """
+
+    rss: int = 0
+    anonymous: int = 0
+    shared: int = 0
+    file: int = 0
+    swap: int = 0
+    page_tables: int = 0
+
+    @property
+    def unreclaimable(self) -> int:
+        """What the kernel cannot take back, as `Memory.unreclaimable`, with all that is shared with other processes."""
+        return self.anonymous + self.shared + self.swap + self.page_tables
+
+    @property
+    def private(self) -> int:
+        """Anonymous memory, swapped out or not: what grows in a process that leaks."""
+        return self.anonymous + self.swap
+
+
+def resident_of(pid: int) -> Resident | None:
+    """Quick figures of a process; None where it has ended or may not be looked at."""
+    try:
+        status = _fields(Path(f"/proc/{pid}/status"))
+    except FileNotFoundError:
+        return _portable_resident_of(pid)
+    except (ProcessLookupError, PermissionError):
+        return None
+    if "VmRSS" not in status:  # a process that has ended and was not waited for
+        return None
+    names = ("VmRSS", "RssAnon", "RssShmem", "RssFile", "VmSwap", "VmPTE")
+    return Resident(*(status.get(name, 0) for name in names))
 
 
 def memory_of(pid: int) -> Memory | None:
@@ -104,6 +147,14 @@ def _portable_memory_of(pid: int) -> Memory | None:
     return Memory(
         rss=full.rss, pss=pss, uss=full.uss, anonymous=full.uss, file=max(0, pss - full.uss), anonymous_rss=full.uss
     )
+
+
+def _portable_resident_of(pid: int) -> Resident | None:
+    try:
+        rss = psutil.Process(pid).memory_info().rss
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return None
+    return Resident(rss=rss, anonymous=rss)
 
 
 def tree_of(pid: int) -> list[int]:

@@ -12,6 +12,12 @@ def human_bytes(count: float) -> str:
     return f"{count:,.1f} TB"
 
 
+def human_rate(bytes_per_second: float) -> str:
+    """A change over time, with its sign, per minute: 20,000 as "+1.2 MB/min"."""
+    per_minute = bytes_per_second * 60
+    return f"{'-' if per_minute < 0 else '+'}{human_bytes(abs(per_minute))}/min"
+
+
 def human_time(seconds: float) -> str:
     """75.2 as "1 min 15 s": two units at most."""
     if seconds < 10:

@@ -93,6 +93,28 @@ def test_the_loader_example_runs(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_monitor_example_runs(folder: Path) -> None:
+    (folder / "train.py").write_text(blocks(README, "python")[2])
+    done = subprocess.run([sys.executable, "-W", "error", "train.py"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("peak ")
+    assert [line.split(":")[1] for line in done.stderr.splitlines()] == [" 100 steps", " 200 steps"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pgrep")
+def test_the_watching_command_runs(folder: Path) -> None:
+    (folder / "train.py").write_text("import time; time.sleep(60)")
+    training = subprocess.Popen([sys.executable, str(folder / "train.py")])
+    try:
+        command = blocks(README, "sh")[4].strip().replace("train.py", f"{folder}/train.py")
+        done = shell(f"{command} --once")
+        assert done.returncode == 0, done.stderr
+        assert f" {training.pid} " in done.stdout
+    finally:
+        training.kill()
+        training.wait()
+
+
 @pytest.mark.parametrize(("number", "suffix"), [(0, ".lmdb"), (1, ".h5")])
 def test_readers_without_packshift(folder: Path, number: int, suffix: str) -> None:
     convert(SAMPLE_PHOTOS, folder / f"photos{suffix}")

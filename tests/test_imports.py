@@ -18,6 +18,8 @@ HEAVY = ("torch", "lmdb", "h5py", "PIL", "numpy")
         "import packshift",
         "from packshift.cli import main; main(['--help'])",
         "from packshift.cli import main; main(['convert', '--help'])",
+        "from packshift.cli import main; main(['watch', '--help'])",
+        "from packshift import MemoryMonitor",
     ],
 )
 def test_nothing_heavy_is_imported(code: str) -> None:
@@ -25,6 +27,12 @@ def test_nothing_heavy_is_imported(code: str) -> None:
     code = f"import atexit, sys; atexit.register(lambda: {report}); {code}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "loaded []"
+
+
+def test_the_command_starts_without_what_only_some_commands_need() -> None:
+    code = "import sys, packshift.cli; print([m for m in ('psutil', 'torch', 'numpy', 'pynvml') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_converting_loads_no_torch() -> None:

@@ -16,7 +16,7 @@ import pytest
 from helpers import formula_picture, make_folder, save
 
 from packshift import conversion, convert, journal
-from packshift.errors import ImageError, Interrupted, TargetError
+from packshift.errors import ImageError, Interrupted, SourceError, TargetError
 from packshift.journal import journal_path
 from packshift.stores._partial import PartialFile, partial_path
 from packshift.stores._reader import Reader
