@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from packshift.datasets import HDF5Dataset, ImageFolderDataset, LMDBDataset, open_dataset
     from packshift.errors import PackshiftError
     from packshift.loader import Loader
+    from packshift.tuning import tune
 
 _HOMES = {
     "HDF5Dataset": "datasets",
@@ -33,6 +34,7 @@ _HOMES = {
     "bench": "benchmarking",
     "convert": "conversion",
     "open_dataset": "datasets",
+    "tune": "tuning",
 }
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "bench",
     "convert",
     "open_dataset",
+    "tune",
 ]
 
 

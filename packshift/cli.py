@@ -19,6 +19,7 @@ import click
 from packshift._version import __version__
 from packshift.cli_bench import bench_command
 from packshift.cli_shared import echo, json_option, print_json, quiet_option
+from packshift.cli_tuning import tune_command
 from packshift.errors import PackshiftError, UsageError
 from packshift.sources import AUTO, layout_names
 from packshift.stores import format_names
@@ -423,3 +424,4 @@ def _progress_bars(*, quiet: bool) -> Iterator[Callable[[str, int, int], None] |
 
 
 main.add_command(bench_command)
+main.add_command(tune_command)

@@ -42,6 +42,10 @@ class Trial:
     works on each batch without the CPU, as the owner of a GPU does; `step_matmul` how many matrix products of 512 x 512
     it computes for each. A `cold` trial drops the data from the page cache first and times one epoch from its first
     batch on, the start of the workers included.
+
+    `carried` is a file with a dataset and a step of the user (`packshift.carried`) in the place of `path` and `step_ms`.
+    With `fill` the consumer holds its last batch and stands still after the time is up, until the queues must be full:
+    memory is then what a consumer meets that is slower than its loader.
     """
 
     path: str
@@ -60,6 +64,8 @@ class Trial:
     step_matmul: int = 0
     cold: bool = False
     seed: int = 0
+    carried: str | None = None
+    fill: bool = False
 
 
 @dataclass(frozen=True)

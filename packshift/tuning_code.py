@@ -1,0 +1,64 @@
+"""The choice of `packshift tune` as code to paste into a training script."""
+
+from __future__ import annotations
+
+from packshift.forecast_results import Configuration
+
+
+def dataset_code(path: str, size: tuple[int, int] | None, fit: str) -> list[str]:
+    """Lines that open a store, or a folder of pictures where `size` is given."""
+    if size is None:
+        return ["from packshift import open_dataset", "", f"dataset = open_dataset({path!r})"]
+    options = f"size={size!r}" + ("" if fit == "crop" else f", fit={fit!r}")
+    return ["from packshift import ImageFolderDataset", "", f"dataset = ImageFolderDataset({path!r}, {options})"]
+
+
+def code_of(configuration: Configuration, accumulation_steps: int, dataset: list[str], collate_fn: bool = False) -> str:
+    """The loader, and where several batches make one step of the optimizer, the loop for that.
+
+    `dataset` are the lines that make it, none for a dataset of the user, who has a `collate_fn` or not.
+    """
+    lines = [*_imports(configuration), *dataset, *([] if dataset else [""]), *_loader(configuration, collate_fn)]
+    if accumulation_steps > 1:
+        lines += _loop(configuration.batch_size, accumulation_steps)
+    return "\n".join(lines) + "\n"
+
+
+def _imports(configuration: Configuration) -> list[str]:
+    if configuration.loader == "threads":
+        return ["from packshift import Loader"]
+    return ["from torch.utils.data import DataLoader"]
+
+
+def _loader(configuration: Configuration, collate_fn: bool) -> list[str]:
+    arguments = ["dataset", f"batch_size={configuration.batch_size}", "shuffle=True"]
+    if configuration.loader == "threads":
+        arguments += [f"threads={configuration.num_workers}", f"prefetch={configuration.prefetch_factor}"]
+    else:
+        arguments.append(f"num_workers={configuration.num_workers}")
+        if configuration.num_workers:
+            arguments += [f"prefetch_factor={configuration.prefetch_factor}", "persistent_workers=True"]
+            if configuration.start_method is not None:
+                arguments.append(f"multiprocessing_context={configuration.start_method!r}")
+        if collate_fn:
+            arguments.append("collate_fn=collate_fn")
+    arguments.append(f"pin_memory={configuration.pin_memory}")
+    name = "Loader" if configuration.loader == "threads" else "DataLoader"
+    return [f"loader = {name}(", *(f"    {argument}," for argument in arguments), ")"]
+
+
+def _loop(batch_size: int, steps: int) -> list[str]:
+    """An epoch. Each batch's mean loss weighs as many samples as it has among those of its step, so that gradients are
+    those of the mean over the step, also where the last batch is smaller and the last step has fewer batches."""
+    return f"""
+# One epoch: up to {steps} batches of {batch_size} make one step of the optimizer. `criterion` gives the mean over a batch.
+left = len(dataset)
+for number, (images, labels) in enumerate(loader):
+    if number % {steps} == 0:
+        step_samples = min({batch_size * steps}, left)
+        optimizer.zero_grad()
+    loss = criterion(model(images), labels) * (len(images) / step_samples)
+    loss.backward()
+    left -= len(images)
+    if number % {steps} == {steps - 1} or left == 0:
+        optimizer.step()""".splitlines()
