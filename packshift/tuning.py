@@ -32,7 +32,7 @@ from packshift.preprocess import parse_size
 from packshift.sources import scan
 from packshift.stores._reader import Reader
 from packshift.text import human_bytes
-from packshift.tuning_code import code_of, dataset_code
+from packshift.tuning_code import Opening, code_of, opening_of
 from packshift.tuning_search import DATALOADER, THREADS, Search, Space, choose, doublings, halvings, speed_of
 
 FORECAST_ERROR = 0.15
@@ -51,7 +51,8 @@ Progress = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class _Data:
-    """What trials read: `trial` is all that they have in common, `code` the lines that make the dataset.
+    """What trials read: `trial` is all that they have in common, `opening` the code that opens the dataset, None for
+    one of the user.
 
     `item_bytes` is the size of an item in a batch where it is known beforehand. `in_dev_shm`: workers send batches
     through /dev/shm; packshift's own datasets have shared memory without a name where the system has that.
@@ -62,7 +63,7 @@ class _Data:
     item_bytes: int | None
     threads: bool
     in_dev_shm: bool
-    code: list[str]
+    opening: Opening | None
     collate_fn: bool = False
 
 
@@ -132,7 +133,9 @@ def tune(
             working=step is not None or step_ms > 0,
         )
         bounds = _Bounds(space, now, foretell, data)
-        trials = _Trials(replace(data.trial, seconds=seconds), limit, timeout, step_ms / target, bounds, progress)
+        trials = _Trials(
+            replace(data.trial, seconds=seconds), limit, timeout, step_ms / target, space.working, bounds, progress
+        )
         notes = []
         try:
             Search(space, trials.measure, bounds.admits).run()
@@ -194,10 +197,10 @@ def _data(
     if not data.count:
         raise UsageError(f"{dataset}: there is nothing in it to be loaded")
     collates = carried.collate_fn is not None
-    if not data.code or carried.step is not None or collates:
+    if data.opening is None or carried.step is not None or collates:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="packshift-tune-"))
         path = os.path.join(folder, "carried.pickle")
-        pack(replace(carried, dataset=None) if data.code else carried, path)
+        pack(replace(carried, dataset=None) if data.opening else carried, path)
         data = replace(data, trial=replace(data.trial, carried=path))
     if collates:
         data = replace(data, item_bytes=None, threads=False, in_dev_shm=True, collate_fn=True)
@@ -218,7 +221,7 @@ def _of_path(path: str | os.PathLike[str], size: int | str | tuple[int, int] | N
             item_bytes=parsed[0] * parsed[1] * 3,
             threads=False,
             in_dev_shm=not sends_through_memfd,
-            code=dataset_code(os.fspath(path), parsed, fit),
+            opening=opening_of(os.fspath(path), parsed, fit),
         )
     reader = Reader(path)
     shape = reader.info.shape
@@ -230,7 +233,7 @@ def _of_path(path: str | os.PathLike[str], size: int | str | tuple[int, int] | N
         item_bytes=shape[0] * shape[1] * 3,
         threads=True,
         in_dev_shm=not sends_through_memfd,
-        code=dataset_code(os.fspath(path), None, fit),
+        opening=opening_of(os.fspath(path), None, fit),
     )
 
 
@@ -246,7 +249,7 @@ def _of_user(dataset: Any) -> _Data:
         item_bytes=None,
         threads="packshift.datasets.StoreDataset" in kinds,  # by name, since importing it would load torch
         in_dev_shm=True,
-        code=[],
+        opening=None,
     )
 
 
@@ -298,6 +301,7 @@ class _Trials:
         limit: int,
         timeout: float,
         step_ms_per_item: float,
+        working: bool,
         bounds: _Bounds,
         progress: Progress | None,
     ) -> None:
@@ -305,6 +309,7 @@ class _Trials:
         self._limit = limit
         self._timeout = timeout
         self._step_ms_per_item = step_ms_per_item
+        self._working = working
         self._bounds = bounds
         self._progress = progress
         self.rows: list[TuningTrial] = []
@@ -331,14 +336,13 @@ class _Trials:
     def _row(self, configuration: Configuration, ended: Ended) -> TuningTrial:
         result = ended.result or {}
         peaks = [peak for peak in (ended.peak_bytes, int(result.get("total_mb", 0) * 1e6)) if peak]
-        working = self._step_ms_per_item > 0 or self._common.carried is not None
         return TuningTrial(
             configuration=configuration,
             error=ended.error,
             over_limit=ended.over_limit,
             forecast_bytes=self._bounds.foretold(configuration),
             peak_bytes=max(peaks, default=None),
-            busy=result.get("busy") if working else None,
+            busy=result.get("busy") if self._working else None,
             iterations_per_s=result.get("batches_per_s"),
             images_per_s=result.get("images_per_s"),
         )
@@ -368,7 +372,7 @@ def _choice(rows: Sequence[TuningTrial], space: Space, target: int, limit: int, 
         images_per_s=chosen.images_per_s,
         busy=chosen.busy,
         reason=_reason(chosen, rows, space, steps, limit),
-        code=code_of(chosen.configuration, steps, data.code, data.collate_fn),
+        code=code_of(chosen.configuration, steps, data.opening, data.collate_fn),
     )
 
 

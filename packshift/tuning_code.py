@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
+
 from packshift.forecast_results import Configuration
 
 
-def dataset_code(path: str, size: tuple[int, int] | None, fit: str) -> list[str]:
-    """Lines that open a store, or a folder of pictures where `size` is given."""
+@dataclass(frozen=True)
+class Opening:
+    """How a dataset is opened: the name to import from packshift, and the call."""
+
+    name: str
+    call: str
+
+
+def opening_of(path: str, size: tuple[int, int] | None, fit: str) -> Opening:
+    """That of a store, or of a folder of pictures where `size` is given."""
+    quoted = json.dumps(path, ensure_ascii=False)
     if size is None:
-        return ["from packshift import open_dataset", "", f"dataset = open_dataset({path!r})"]
-    options = f"size={size!r}" + ("" if fit == "crop" else f", fit={fit!r}")
-    return ["from packshift import ImageFolderDataset", "", f"dataset = ImageFolderDataset({path!r}, {options})"]
+        return Opening("open_dataset", f"open_dataset({quoted})")
+    options = f"size={size!r}" + ("" if fit == "crop" else f', fit="{fit}"')
+    return Opening("ImageFolderDataset", f"ImageFolderDataset({quoted}, {options})")
 
 
-def code_of(configuration: Configuration, accumulation_steps: int, dataset: list[str], collate_fn: bool = False) -> str:
+def code_of(
+    configuration: Configuration, accumulation_steps: int, opening: Opening | None, collate_fn: bool = False
+) -> str:
     """The loader, and where several batches make one step of the optimizer, the loop for that.
 
-    `dataset` are the lines that make it, none for a dataset of the user, who has a `collate_fn` or not.
+    `opening` None: the dataset is the user's own, who calls it `dataset`, and a `collate_fn` by that name.
     """
-    lines = [*_imports(configuration), *dataset, *([] if dataset else [""]), *_loader(configuration, collate_fn)]
+    lines = [*_imports(configuration, opening), ""]
+    if opening is not None:
+        lines.append(f"dataset = {opening.call}")
+    if configuration.start_method not in (None, "fork"):
+        lines.append(
+            '# In a script this belongs below `if __name__ == "__main__":`, since the workers import the script.'
+        )
+    lines += _loader(configuration, collate_fn)
     if accumulation_steps > 1:
         lines += _loop(configuration.batch_size, accumulation_steps)
     return "\n".join(lines) + "\n"
 
 
-def _imports(configuration: Configuration) -> list[str]:
+def _imports(configuration: Configuration, opening: Opening | None) -> list[str]:
+    ours = [] if opening is None else [opening.name]
     if configuration.loader == "threads":
-        return ["from packshift import Loader"]
-    return ["from torch.utils.data import DataLoader"]
+        ours = sorted(["Loader", *ours])
+    lines = [f"from packshift import {', '.join(ours)}"] if ours else []
+    return lines if configuration.loader == "threads" else ["from torch.utils.data import DataLoader", *lines]
 
 
 def _loader(configuration: Configuration, collate_fn: bool) -> list[str]:
@@ -39,7 +62,7 @@ def _loader(configuration: Configuration, collate_fn: bool) -> list[str]:
         if configuration.num_workers:
             arguments += [f"prefetch_factor={configuration.prefetch_factor}", "persistent_workers=True"]
             if configuration.start_method is not None:
-                arguments.append(f"multiprocessing_context={configuration.start_method!r}")
+                arguments.append(f'multiprocessing_context="{configuration.start_method}"')
         if collate_fn:
             arguments.append("collate_fn=collate_fn")
     arguments.append(f"pin_memory={configuration.pin_memory}")

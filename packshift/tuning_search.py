@@ -113,23 +113,24 @@ class Search:
             return
         open_loaders = dict.fromkeys(self._space.loaders, 1)  # the least count that is still worth a trial
         for batch_size in (size for size in self._space.batch_sizes if size <= start):
-            before = self._best()
-            level = 0.0
             for loader, least in list(open_loaders.items()):
                 blocked, speed = self._grow(loader, batch_size, least)
-                level = max(level, speed)
-                if blocked is None:
+                if blocked is None or not self._is_promising(blocked, speed):
                     del open_loaders[loader]
                 else:
                     open_loaders[loader] = blocked
-            slower = before is not None and 0 < level < speed_of(before) * (1 - NOISE)
-            if not open_loaders or (slower and min(open_loaders.values()) > 2):
-                break
         self._adjust_prefetch()
 
     def _first(self) -> tuple[str, int]:
         """The cheapest way to load: (loader, count)."""
         return (DATALOADER, 0) if DATALOADER in self._space.loaders else (THREADS, 1)
+
+    def _is_promising(self, blocked: int, speed: float) -> bool:
+        """Whether all the workers at a smaller batch size could be the fastest, given the speed of those that fitted:
+        at best, each of them adds as much."""
+        best = self._best()
+        fitted = blocked - 1
+        return best is None or not speed or speed * self._space.counts[-1] / fitted > speed_of(best)
 
     def _try(self, configuration: Configuration) -> TuningTrial | None:
         if configuration not in self._known:
