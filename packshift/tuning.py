@@ -313,10 +313,12 @@ class _Trials:
         self._bounds = bounds
         self._progress = progress
         self.rows: list[TuningTrial] = []
+        self.made = 0
 
     def measure(self, configuration: Configuration) -> TuningTrial:
         if self._progress is not None:
-            self._progress(len(self.rows), describe(configuration))
+            self._progress(self.made, describe(configuration))
+        self.made += 1
         trial = replace(
             self._common,
             loader=configuration.loader,
@@ -330,8 +332,13 @@ class _Trials:
         ended = run_trial(trial, timeout=self._timeout, memory_limit=self._limit, sample_every=_SAMPLE_EVERY)
         if self._bounds.item_bytes is None and ended.result is not None:
             self._bounds.item_bytes = int(ended.result["mb_per_s"] * 1e6 / ended.result["images_per_s"])
-        self.rows.append(self._row(configuration, ended))
-        return self.rows[-1]
+        row = self._row(configuration, ended)
+        for position, before in enumerate(self.rows):
+            if before.configuration == configuration:
+                self.rows[position] = _merged(before, row)
+                return self.rows[position]
+        self.rows.append(row)
+        return row
 
     def _row(self, configuration: Configuration, ended: Ended) -> TuningTrial:
         result = ended.result or {}
@@ -346,6 +353,13 @@ class _Trials:
             iterations_per_s=result.get("batches_per_s"),
             images_per_s=result.get("images_per_s"),
         )
+
+
+def _merged(before: TuningTrial, again: TuningTrial) -> TuningTrial:
+    """One row of two trials: an error if there is one, else the higher speed, and the higher peak in any case."""
+    failed = [row for row in (again, before) if row.error is not None]
+    kept = failed[0] if failed else max(before, again, key=speed_of)
+    return replace(kept, peak_bytes=max(before.peak_bytes or 0, again.peak_bytes or 0) or None)
 
 
 def describe(configuration: Configuration) -> str:

@@ -144,7 +144,9 @@ def test_the_walk_on_any_machine(
     grid = machine.grid(space, limit_bytes)
     chosen = choose(trials, space)
     best = max((speed_of(trial) for trial in grid if space.fits(trial)), default=0.0)
-    assert len({trial.configuration for trial in trials}) == len(trials) < MOST_TRIALS
+    different = {trial.configuration for trial in trials}
+    assert len(trials) - len(different) <= 6
+    assert len(different) < MOST_TRIALS
     if len(grid) > 60:
         assert len(trials) <= len(grid) / 3
     if chosen is None:
@@ -413,6 +415,26 @@ def test_accumulation_where_the_target_does_not_fit(machine: list[Trial]) -> Non
     assert wanted - {"accumulation_steps"} <= set(told["trials"][0])
 
 
+def test_what_was_measured_twice_is_one_row(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
+    """Its higher speed and its higher peak; what fails the second time is not chosen."""
+    speeds = {0: [100.0, 120.0], 1: [200.0, None]}
+    made: list[int] = []
+
+    def run(trial: Trial, **_: object) -> Ended:
+        made.append(trial.num_workers)
+        speed = speeds[trial.num_workers].pop(0)
+        result = {"images_per_s": speed, "batches_per_s": 1.0, "mb_per_s": 1.0, "busy": 0.0, "total_mb": 1.0}
+        peak = 300 * MB + len(made)
+        return Ended(None, "killed by SIGBUS", peak) if speed is None else Ended(result, None, peak)
+
+    monkeypatch.setattr(tuning, "run_trial", run)
+    found = tune(store, memory_limit="1GB", max_workers=1, loaders=["dataloader"], prefetch_factor=2)
+    assert made == [0, 1, 1, 0]
+    assert [(trial.error, trial.images_per_s) for trial in found.trials] == [(None, 120.0), ("killed by SIGBUS", None)]
+    assert found.choice is not None
+    assert (found.choice.configuration.num_workers, found.choice.peak_bytes) == (0, 300 * MB + 4)
+
+
 def test_nothing_fits(machine: list[Trial], store: Path) -> None:
     result = CliRunner().invoke(cli.main, ["tune", str(store), "--memory-limit", "100MB"])
     assert result.exit_code == 1
@@ -549,4 +571,7 @@ class TestRealTrials:
         ]
         assert [one.error for one in ended] == [None, None]
         one, eight = (each.peak_bytes or 0 for each in ended)
-        assert eight - one == pytest.approx(7 * 8 * 2 * MB, rel=0.25)
+        assert eight - one > 0.9 * 7 * 8 * 2 * MB
+        assert ended[0].result is not None
+        assert ended[1].result is not None
+        assert ended[1].result["shm_mb"] - ended[0].result["shm_mb"] == pytest.approx(7 * 8 * 2, rel=0.05)
