@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from multiprocessing import get_all_start_methods
@@ -28,6 +28,7 @@ from packshift.isolation import LOADERS, Ended, Trial, run_trial
 from packshift.machine import memory_groups, usable_cpus
 from packshift.machine_facts import describe_machine
 from packshift.memory import Limits, limits
+from packshift.pagecache import warm
 from packshift.preprocess import parse_size
 from packshift.sources import scan
 from packshift.stores._reader import Reader
@@ -39,6 +40,7 @@ FORECAST_ERROR = 0.15
 """How far a forecast may be off, as a share of what is measured."""
 
 _SAMPLE_EVERY = 0.05  # looking at memory costs milliseconds for each process; more often, and it would cost speed
+_WARMING_S = 15.0  # the first trials would measure the disk, the later ones what the first have read
 _FILES_PER_WORKER = 16
 _FILES_ELSEWHERE = 128
 
@@ -64,6 +66,7 @@ class _Data:
     threads: bool
     in_dev_shm: bool
     opening: Opening | None
+    files: Iterable[str] = ()
     collate_fn: bool = False
 
 
@@ -138,6 +141,8 @@ def tune(
         )
         notes = []
         try:
+            if not warm(data.files, now.available // 2, _WARMING_S):
+                notes.append("the data is not all in the page cache: trials also measure the disk, the first ones most")
             Search(space, trials.measure, bounds.admits).run()
         except KeyboardInterrupt:
             notes.append("interrupted: the choice is among the trials that were finished")
@@ -215,13 +220,15 @@ def _of_path(path: str | os.PathLike[str], size: int | str | tuple[int, int] | N
         parsed = parse_size(size)
         if parsed is None:
             raise UsageError("size none: pictures of different sizes make no batches; choose a size")
+        listing = scan(path)
         return _Data(
             trial=replace(common, size=parsed),
-            count=len(scan(path)),
+            count=len(listing),
             item_bytes=parsed[0] * parsed[1] * 3,
             threads=False,
             in_dev_shm=not sends_through_memfd,
             opening=opening_of(os.fspath(path), parsed, fit),
+            files=(os.path.join(listing.root, name) for name in listing.names),
         )
     reader = Reader(path)
     shape = reader.info.shape
@@ -234,6 +241,7 @@ def _of_path(path: str | os.PathLike[str], size: int | str | tuple[int, int] | N
         threads=True,
         in_dev_shm=not sends_through_memfd,
         opening=opening_of(os.fspath(path), None, fit),
+        files=[str(reader.path)],
     )
 
 
