@@ -305,10 +305,18 @@ def _read(trial: Trial, batch: Any) -> tuple[int, int]:
         return len(batch[0]), batch[0].numel() * batch[0].element_size()
     nbytes = 0
     for tensor in _tensors(batch):
-        if tensor.layout == torch.strided and tensor.is_contiguous():
+        if _is_dense(tensor):
             touch(tensor)
             nbytes += tensor.numel() * tensor.element_size()
     return trial.batch_size, nbytes
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie next to each other in memory, in whatever order."""
+    if tensor.layout != torch.strided or not tensor.numel():
+        return False
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() == 1 + reach
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:

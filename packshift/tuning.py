@@ -127,8 +127,7 @@ def tune(
         data = _data(dataset, Carried(dataset, step, collate_fn), size, fit, stack)
         space = Space(
             batch_sizes=halvings(min(target, data.count)),
-            counts=_counts(max_workers),
-            loaders=_loaders(loaders, data),
+            counts={name: _counts(name, max_workers) for name in _loaders(loaders, data)},
             budget=int(limit * (1 - headroom)),
             prefetch_factor=None if prefetch_factor is None else at_least_one("prefetch_factor", prefetch_factor),
             start_method=start_method,
@@ -174,11 +173,13 @@ def _limit(told: int | str | None, now: Limits) -> tuple[int, str]:
     return now.available, source if wanted is None else f"{source}, less than the {human_bytes(wanted)} asked for"
 
 
-def _counts(max_workers: int | None) -> tuple[int, ...]:
-    if max_workers is None:
-        return doublings(usable_cpus())
-    if isinstance(max_workers, bool) or not isinstance(max_workers, int) or max_workers < 0:
+def _counts(loader: str, max_workers: int | None) -> tuple[int, ...]:
+    if max_workers is not None and (
+        isinstance(max_workers, bool) or not isinstance(max_workers, int) or max_workers < 0
+    ):
         raise UsageError(f"max_workers {max_workers!r}: expected a whole number from 0")
+    if max_workers is None or loader == THREADS:
+        return doublings(usable_cpus())
     return doublings(max_workers, usable_cpus())
 
 

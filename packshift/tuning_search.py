@@ -8,7 +8,7 @@ tested on machines that are made up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from packshift.forecast_results import Configuration, TuningTrial
@@ -16,7 +16,7 @@ from packshift.forecast_results import Configuration, TuningTrial
 NOISE = 0.05
 """Speeds that differ by less than this share count as the same."""
 
-MOST_TRIALS = 40
+MOST_TRIALS = 48
 """More than any walk has needed; a machine that answers at random must not keep it busy for ever."""
 
 _ROUNDS = 3
@@ -27,20 +27,23 @@ THREADS = "threads"
 
 @dataclass(frozen=True)
 class Space:
-    """What may be chosen: `batch_sizes` from the target down, `counts` of workers or threads, rising, from 1.
+    """What may be chosen: `batch_sizes` from the target down, `counts` of workers for each of the loaders, rising, from 1.
 
     `budget` is the memory in bytes that a choice may take at its peak. `prefetch_factor` None leaves that to the walk.
     With `working` the consumer does something with its batches, so it can be kept busy.
     """
 
     batch_sizes: tuple[int, ...]
-    counts: tuple[int, ...]
-    loaders: tuple[str, ...]
+    counts: Mapping[str, tuple[int, ...]]
     budget: int
     prefetch_factor: int | None = None
     start_method: str | None = None
     pin_memory: bool = False
     working: bool = False
+
+    @property
+    def loaders(self) -> tuple[str, ...]:
+        return tuple(self.counts)
 
     def configuration(self, loader: str, count: int, batch_size: int) -> Configuration:
         return Configuration(
@@ -120,22 +123,23 @@ class Search:
         for batch_size in (size for size in self._space.batch_sizes if size <= start):
             for loader, least in list(open_loaders.items()):
                 blocked, speed = self._grow(loader, batch_size, least)
-                if blocked is None or not self._is_promising(blocked, speed):
+                if blocked is None or not self._is_promising(loader, blocked, speed):
                     del open_loaders[loader]
                 else:
                     open_loaders[loader] = blocked
+        self._fewest()
         self._adjust_prefetch()
 
     def _first(self) -> tuple[str, int]:
         """The cheapest way to load: (loader, count)."""
         return (DATALOADER, 0) if DATALOADER in self._space.loaders else (THREADS, 1)
 
-    def _is_promising(self, blocked: int, speed: float) -> bool:
+    def _is_promising(self, loader: str, blocked: int, speed: float) -> bool:
         """Whether all the workers at a smaller batch size could be the fastest, given the speed of those that fitted:
         at best, each of them adds as much."""
         best = self._best()
         fitted = blocked - 1
-        return best is None or not speed or speed * self._space.counts[-1] / fitted > speed_of(best)
+        return best is None or not speed or speed * self._space.counts[loader][-1] / fitted > speed_of(best)
 
     def _try(self, configuration: Configuration) -> TuningTrial | None:
         if configuration not in self._known:
@@ -147,9 +151,9 @@ class Search:
         return self._known[configuration]
 
     def _is_beyond_a_failure(self, configuration: Configuration) -> bool:
-        """Whether something that takes less in every respect was already over the limit."""
+        """Whether something that takes less in every respect was already too much."""
         return any(
-            trial.over_limit
+            (trial.over_limit or (trial.peak_bytes or 0) > self._space.budget)
             and tried.loader == configuration.loader
             and tried.batch_size <= configuration.batch_size
             and tried.num_workers <= configuration.num_workers
@@ -185,11 +189,11 @@ class Search:
         return self._try(replace(configuration, prefetch_factor=1))
 
     def _grow(self, loader: str, batch_size: int, least: int) -> tuple[int | None, float]:
-        """More workers, doubling from `least`, as long as that pays; then the fewest that are as fast, by bisection.
+        """More workers, doubling from `least`, as long as that pays.
 
         Returns (the count that did not fit although more speed was in sight or None, the best images/s).
         """
-        counts = [count for count in self._space.counts if count >= least]
+        counts = [count for count in self._space.counts[loader] if count >= least]
         tried: dict[int, TuningTrial | None] = {}
         blocked = None
         last = 0
@@ -202,7 +206,6 @@ class Search:
             last = count
             if self._fed(trial) or not gained:
                 break
-        self._fewest(loader, batch_size, tried)
         return blocked, max((_speed(trial) for trial in tried.values() if self._space.fits(trial)), default=0.0)
 
     def _first_misfit(
@@ -217,16 +220,24 @@ class Search:
                 misfit = middle
         return misfit
 
-    def _fewest(self, loader: str, batch_size: int, tried: dict[int, TuningTrial | None]) -> None:
-        fitting = {count: _speed(trial) for count, trial in tried.items() if self._space.fits(trial)}
-        if not fitting:
+    def _fewest(self) -> None:
+        """By bisection, the fewest workers that are as fast as those of the best so far."""
+        best = self._best()
+        if best is None:
             return
+        chosen = best.configuration
+        fitting = {
+            trial.configuration.num_workers: speed_of(trial)
+            for trial in self._known.values()
+            if self._space.fits(trial)
+            and (trial.configuration.loader, trial.configuration.batch_size) == (chosen.loader, chosen.batch_size)
+        }
         enough = max(fitting.values()) * (1 - NOISE)
         many = min(count for count, speed in fitting.items() if speed >= enough)
         few = max((count for count in fitting if count < many), default=many - 1)
         while many - few > 1:
             middle = (many + few) // 2
-            trial = self._try_lean(loader, middle, batch_size)
+            trial = self._try_lean(chosen.loader, middle, chosen.batch_size)
             if self._space.fits(trial) and _speed(trial) >= enough:
                 many = middle
             else:

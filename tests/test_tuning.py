@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 from users_things import Deadly, Noise, Step, names_only
 
-from packshift import cli, convert, tune, tuning
+from packshift import cli, convert, open_dataset, tune, tuning
 from packshift.arguments import parse_bytes
 from packshift.carried import Carried, pack
 from packshift.errors import PackshiftError, UsageError
@@ -96,14 +96,15 @@ class Machine:
             replace(space.configuration(loader, count, size), prefetch_factor=ahead)
             for loader in space.loaders
             for size in space.batch_sizes
-            for count in range(1, space.counts[-1] + 1 if space.counts else 1)
+            for count in range(1, max(space.counts[loader], default=0) + 1)
             for ahead in (1, 2, 4)
         ]
         return [self.trial(configuration, limit) for configuration in none + some]
 
 
 def made_space(budget: int, target: int = 64, most: int = 8, cpus: int = 8, **options: Any) -> Space:
-    return Space(halvings(target), doublings(most, cpus), options.pop("loaders", ("dataloader",)), budget, **options)
+    counts = dict.fromkeys(options.pop("loaders", ("dataloader",)), doublings(most, cpus))
+    return Space(halvings(target), counts, budget, **options)
 
 
 MACHINES = st.builds(
@@ -534,6 +535,15 @@ class TestRealTrials:
         names: dict[str, Any] = {}
         exec(found["choice"]["code"], names)
         assert sum(len(labels) for _, labels in names["loader"]) == 12
+
+    def test_an_open_dataset_of_packshift(self, pictures: Path, tmp_path: Path) -> None:
+        """Its batches are channels last; their bytes are known after the first trial."""
+        convert(pictures, tmp_path / "my store.lmdb", size=32)
+        carried = tmp_path / "carried"
+        pack(Carried(open_dataset(tmp_path / "my store.lmdb")), str(carried))
+        result = run_trial(Trial("", batch_size=4, carried=str(carried), seconds=0.1), timeout=100).result
+        assert result is not None
+        assert result["mb_per_s"] * 1e6 / result["images_per_s"] == pytest.approx(3 * 32 * 32 + 8)
 
     def test_a_users_dataset_and_step(self) -> None:
         """What the step takes of memory counts, dicts and NaN are as good as any batch."""
