@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from packshift.forecasting import forecast
     from packshift.loader import Loader
     from packshift.monitor import MemoryMonitor
+    from packshift.tuning import tune
 
 _HOMES = {
     "HDF5Dataset": "datasets",
@@ -37,6 +38,7 @@ _HOMES = {
     "convert": "conversion",
     "forecast": "forecasting",
     "open_dataset": "datasets",
+    "tune": "tuning",
 }
 
 __all__ = [
@@ -52,6 +54,7 @@ __all__ = [
     "convert",
     "forecast",
     "open_dataset",
+    "tune",
 ]
 
 

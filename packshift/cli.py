@@ -20,6 +20,7 @@ from packshift._version import __version__
 from packshift.cli_bench import bench_command
 from packshift.cli_estimate import estimate_command
 from packshift.cli_shared import echo, json_option, print_json, quiet_option
+from packshift.cli_tuning import tune_command
 from packshift.errors import PackshiftError, UsageError
 from packshift.sources import AUTO, layout_names
 from packshift.stores import format_names
@@ -460,3 +461,4 @@ def watch(pid: int, interval: float, log: str | None, once: bool, as_json: bool)
 
 main.add_command(bench_command)
 main.add_command(estimate_command)
+main.add_command(tune_command)

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
-from packshift.memory import Memory, memory_of, tree_of
+from packshift.memory import Memory, memory_of, open_shared_memory, tree_of
 
 _START = "import sys; sys.path[:] = sys.argv[1:]; from packshift.trial import main; main()"
 _LONGEST_WORDS = 300
@@ -43,6 +43,10 @@ class Trial:
     works on each batch without the CPU, as the owner of a GPU does; `step_matmul` how many matrix products of 512 x 512
     it computes for each. A `cold` trial drops the data from the page cache first and times one epoch from its first
     batch on, the start of the workers included.
+
+    `carried` is a file with a dataset and a step of the user (`packshift.carried`) in the place of `path` and `step_ms`.
+    With `fill` the consumer holds its last batch and stands still after the time is up, until the queues must be full:
+    memory is then what a consumer meets that is slower than its loader.
     """
 
     path: str
@@ -61,6 +65,8 @@ class Trial:
     step_matmul: int = 0
     cold: bool = False
     seed: int = 0
+    carried: str | None = None
+    fill: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,7 +137,9 @@ def _watch(
     while process.poll() is None:
         looks = ((pid, memory_of(pid)) for pid in tree_of(process.pid))
         found = {pid: memory for pid, memory in looks if memory is not None}
-        peak = max(peak, sum(memory.unreclaimable for memory in found.values()))
+        mapped = sum(memory.shared for memory in found.values())
+        on_the_way = max(0, open_shared_memory(found) - mapped)  # mapped by nobody, but charged
+        peak = max(peak, sum(memory.unreclaimable for memory in found.values()) + on_the_way)
         if on_sample is not None:
             on_sample(found)
         if memory_limit is not None and peak > memory_limit:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from contextlib import suppress
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -167,8 +168,30 @@ def tree_of(pid: int) -> list[int]:
 
 
 def memory_of_all(pids: Iterable[int]) -> Memory:
-    """The sum over processes; ended ones count nothing."""
-    return sum((memory for memory in map(memory_of, pids) if memory is not None), Memory())
+    """The sum over processes; ended ones count nothing.
+
+    Shared memory that they hold open counts also while none of them maps it, as batches on their way from a DataLoader
+    worker to its parent: the kernel charges it, though it is in no column of any process.
+    """
+    pids = list(pids)
+    total = sum((memory for memory in map(memory_of, pids) if memory is not None), Memory())
+    return replace(total, shared=max(total.shared, open_shared_memory(pids)))
+
+
+def open_shared_memory(pids: Iterable[int]) -> int:
+    """Bytes in files of /dev/shm and memfds that the processes have open, each counted once."""
+    sizes = {}
+    for pid in pids:
+        try:
+            links = list(os.scandir(f"/proc/{pid}/fd"))
+        except OSError:  # ended, somebody else's, or no /proc
+            continue
+        for link in links:
+            with suppress(OSError):  # closed meanwhile
+                if os.readlink(link.path).startswith(("/dev/shm/", "/memfd:")):
+                    found = os.stat(link.path)
+                    sizes[found.st_dev, found.st_ino] = found.st_blocks * 512
+    return sum(sizes.values())
 
 
 @dataclass(frozen=True)

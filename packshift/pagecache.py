@@ -1,14 +1,18 @@
-"""Whether a file is in the page cache, and how to get it out."""
+"""Whether a file is in the page cache, and how to get it in and out."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+
+_BLOCK = 4 << 20
 
 
 def drop(path: str | os.PathLike[str]) -> None:
@@ -19,6 +23,22 @@ def drop(path: str | os.PathLike[str]) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
+
+
+def warm(paths: Iterable[str | os.PathLike[str]], most_bytes: int, seconds: float) -> bool:
+    """Read files from beginning to end, so that the page cache has them; False: not all, for want of room or time.
+
+    A file that cannot be read is left for its reader to complain about.
+    """
+    deadline = time.monotonic() + seconds
+    buffer = bytearray(_BLOCK)
+    for path in paths:
+        with suppress(OSError), open(path, "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                most_bytes -= count
+                if most_bytes < 0 or time.monotonic() > deadline:
+                    return False
+    return True
 
 
 def resident_share(paths: Iterable[str | os.PathLike[str]]) -> float:

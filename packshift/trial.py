@@ -14,9 +14,9 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from packshift.carried import unpack
 from packshift.datasets import ImageFolderDataset, StoreDataset, open_dataset
 from packshift.errors import UsageError
 from packshift.isolation import LIMIT, Trial
@@ -34,6 +35,9 @@ from packshift.pagecache import drop, resident_share
 PAGE = 4096
 _CHECKED_BATCHES = 2
 _MATMUL_SIDE = 512
+
+Step = Callable[[Any], float]
+"""The consumer's work on a batch; returns the seconds that it took."""
 
 
 @dataclass(frozen=True)
@@ -100,16 +104,25 @@ def open_trial_dataset(trial: Trial) -> Dataset[Any]:
 
 def measure(trial: Trial) -> Result:
     """Run one trial in this process."""
-    dataset = open_trial_dataset(trial)
+    users = None if trial.carried is None else unpack(trial.carried)
+    dataset = open_trial_dataset(trial) if users is None or users.dataset is None else users.dataset
     count = _length(dataset) if trial.images is None else min(trial.images, _length(dataset))
     resident = _make_cold(trial, dataset) if trial.cold else None
     started = time.perf_counter()
-    batches = _batches(trial, dataset, EndlessSampler(count, trial.seed))
-    step = _step(trial)
+    batches = _batches(trial, dataset, EndlessSampler(count, trial.seed), users.collate_fn if users else None)
+    step = _step(trial) if users is None or users.step is None else _timing(users.step)
     warm_up = _warm_up(trial, batches, step, started)
     timed = _timed(trial, batches, step, warm_up, -(-count // trial.batch_size))
-    time.sleep(0.05)  # workers fill their queues again: what is held then is what is held in training
+    time.sleep(0.05 + (_filling_s(trial, timed) if trial.fill else 0.0))  # what is held then is held in training
     return _result(timed, warm_up, resident)
+
+
+def _filling_s(trial: Trial, timed: _Timed) -> float:
+    """Seconds in which empty queues are full again, if nobody takes from them: half as long again as they should need."""
+    if trial.loader == "dataloader" and not trial.num_workers:
+        return 0.0
+    ahead = max(1, trial.num_workers) * (trial.prefetch_factor or 2)
+    return 1.5 * ahead * timed.seconds / timed.batches
 
 
 def _make_cold(trial: Trial, dataset: Dataset[Any]) -> float:
@@ -131,19 +144,19 @@ class _WarmUp:
     checksum: int = 0
 
 
-def _warm_up(trial: Trial, batches: Iterator[Any], step: Callable[[], float], started: float) -> _WarmUp:
+def _warm_up(trial: Trial, batches: Iterator[Any], step: Step, started: float) -> _WarmUp:
     warm_up = _WarmUp(started)
     if trial.cold:
         return warm_up
     ahead = max(1, trial.num_workers) * ((trial.prefetch_factor or 2) + 1)  # these must not count as loaded in time
     for number in range(max(_CHECKED_BATCHES, ahead)):
-        images = next(batches)[0]
+        batch = next(batches)
         if number == 0:
             warm_up.first_batch_s = time.perf_counter() - started
-        if number < _CHECKED_BATCHES:
-            warm_up.checksum = _checksum(images, warm_up.checksum)
-        touch(images)
-        step()
+        if number < _CHECKED_BATCHES and trial.carried is None:
+            warm_up.checksum = _checksum(batch[0], warm_up.checksum)
+        _read(trial, batch)
+        step(batch)
     return warm_up
 
 
@@ -162,9 +175,11 @@ class _Timed:
     seconds: float = 0.0
     worked: float = 0.0
     cpu_s: float = 0.0
+    held: Any = None
+    """The last batch, held until memory was read, as a training loop holds it while it works."""
 
 
-def _timed(trial: Trial, batches: Iterator[Any], step: Callable[[], float], warm_up: _WarmUp, epoch: int) -> _Timed:
+def _timed(trial: Trial, batches: Iterator[Any], step: Step, warm_up: _WarmUp, epoch: int) -> _Timed:
     """Whole rounds of all workers until `seconds` have passed and `batches` were taken; a cold trial one epoch."""
     timed = _Timed()
     a_round = max(1, trial.num_workers)
@@ -175,13 +190,13 @@ def _timed(trial: Trial, batches: Iterator[Any], step: Callable[[], float], warm
     started = warm_up.started if trial.cold else time.perf_counter()
     while True:
         for _ in range(a_round):
-            images = next(batches)[0]
+            timed.held = next(batches)
             if not timed.batches and trial.cold:
                 warm_up.first_batch_s = time.perf_counter() - started
-            touch(images)
-            timed.worked += step()
-            timed.images += len(images)
-            timed.nbytes += images.numel() * images.element_size()
+            images, nbytes = _read(trial, timed.held)
+            timed.worked += step(timed.held)
+            timed.images += images
+            timed.nbytes += nbytes
             timed.batches += 1
         timed.seconds = time.perf_counter() - started
         if timed.seconds >= seconds and timed.batches >= least_batches:
@@ -232,7 +247,9 @@ def _length(dataset: Dataset[Any]) -> int:
     return len(dataset)  # type: ignore[arg-type]  # torch's Dataset promises no length, these have one
 
 
-def _batches(trial: Trial, dataset: Dataset[Any], sampler: EndlessSampler) -> Iterator[Any]:
+def _batches(
+    trial: Trial, dataset: Dataset[Any], sampler: EndlessSampler, collate_fn: Callable[[Any], Any] | None
+) -> Iterator[Any]:
     if trial.loader == LIMIT:
         return (
             _decoded(dataset, sampler)
@@ -259,6 +276,7 @@ def _batches(trial: Trial, dataset: Dataset[Any], sampler: EndlessSampler) -> It
             trial.batch_size,
             sampler=sampler,
             num_workers=trial.num_workers,
+            collate_fn=collate_fn,
             pin_memory=trial.pin_memory,
             **workers,
         )
@@ -287,15 +305,55 @@ def _decoded(dataset: Dataset[Any], sampler: EndlessSampler) -> Iterator[Any]:
 def touch(images: torch.Tensor) -> int:
     """Read one byte of every page of a dense tensor; returns their sum, so that no one can skip it."""
     flat = images.as_strided((images.numel(),), (1,))
-    return int(flat[:: PAGE // images.element_size()].sum())
+    return int(flat.view(torch.uint8)[::PAGE].sum())
 
 
-def _step(trial: Trial) -> Callable[[], float]:
-    """The consumer's work on one batch; returns the seconds that it took."""
+def _read(trial: Trial, batch: Any) -> tuple[int, int]:
+    """Read every page of a batch; (items, bytes) in it. The sampler never ends, so that all batches are full."""
+    if trial.carried is None:
+        touch(batch[0])
+        return len(batch[0]), batch[0].numel() * batch[0].element_size()
+    nbytes = 0
+    for tensor in _tensors(batch):
+        if _is_dense(tensor):
+            touch(tensor)
+            nbytes += tensor.numel() * tensor.element_size()
+    return trial.batch_size, nbytes
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie next to each other in memory, in whatever order."""
+    if tensor.layout != torch.strided or not tensor.numel():
+        return False
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() == 1 + reach
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a batch of the user, however it is nested in dicts, lists and tuples."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        yield from chain.from_iterable(map(_tensors, batch.values()))
+    elif isinstance(batch, (list, tuple)):
+        yield from chain.from_iterable(map(_tensors, batch))
+
+
+def _timing(work: Callable[[Any], Any]) -> Step:
+    def timed(batch: Any) -> float:
+        started = time.perf_counter()
+        work(batch)
+        return time.perf_counter() - started
+
+    return timed
+
+
+def _step(trial: Trial) -> Step:
+    """The work that a trial's numbers describe."""
     if trial.step_matmul:
         matrix = torch.rand(_MATMUL_SIDE, _MATMUL_SIDE)
 
-        def multiply() -> float:
+        def multiply(batch: Any) -> float:
             started = time.perf_counter()
             for _ in range(trial.step_matmul):
                 torch.mm(matrix, matrix)
@@ -303,7 +361,7 @@ def _step(trial: Trial) -> Callable[[], float]:
 
         return multiply
 
-    def wait() -> float:
+    def wait(batch: Any) -> float:
         if not trial.step_ms:
             return 0.0
         started = time.perf_counter()

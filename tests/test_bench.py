@@ -20,7 +20,7 @@ from packshift.bench_verdict import notes_on, verdict_of
 from packshift.benchmarking import default_num_workers
 from packshift.errors import PackshiftError, SourceError, UsageError
 from packshift.isolation import Trial, run_trial
-from packshift.pagecache import drop, resident_share
+from packshift.pagecache import drop, resident_share, warm
 
 QUICK = {"repeats": 1, "seconds": 0.05, "num_workers": [0], "batch_size": 4, "size": 32}
 
@@ -226,6 +226,9 @@ def test_pages_are_dropped_and_that_is_seen(tmp_path: Path) -> None:
     kept = resident_share([path])
     on_disk = os.stat(path).st_dev not in {os.stat(mount).st_dev for mount in ("/dev/shm",) if os.path.exists(mount)}
     assert kept == 0.0 or not on_disk
+    assert not warm([path], 1 << 19, 10.0)
+    assert warm([path], 1 << 20, 10.0)
+    assert resident_share([path]) == 1.0
     assert resident_share([]) == 0.0
 
 

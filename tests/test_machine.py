@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from packshift import machine
+from packshift.memory import memory_of_all
 
 MEMBERSHIP = {"v2": "0::/job/step\n", "v1": "5:memory:/job/step\n3:cpu,cpuacct:/job/step\n"}
 
@@ -73,3 +74,18 @@ def test_cgroup_version_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_this_machine() -> None:
     assert 1 <= machine.usable_cpus() <= (os.cpu_count() or 1)
     assert machine.usable_memory() > 2**20
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd here")
+def test_shared_memory_counts_that_nobody_maps() -> None:
+    """Batches between a worker and its parent are in no process's smaps, and yet charged to the job."""
+    before = memory_of_all([os.getpid()])
+    fd = os.memfd_create("packshift-test")
+    twin = os.dup(fd)
+    try:
+        os.posix_fallocate(fd, 0, 200 << 20)
+        after = memory_of_all([os.getpid()])
+    finally:
+        os.close(fd)
+        os.close(twin)
+    assert after.unreclaimable - before.unreclaimable == pytest.approx(200 << 20, rel=0.2)
