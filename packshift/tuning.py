@@ -11,17 +11,15 @@ What a short trial cannot see is growth over an epoch. The headroom is for small
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import get_all_start_methods
 from typing import Any
 
 from packshift.arguments import at_least_one, parse_bytes
-from packshift.carried import Carried, pack
+from packshift.carried import Carried
 from packshift.errors import UsageError
 from packshift.forecast_results import Choice, Configuration, Tuning, TuningTrial
 from packshift.isolation import LOADERS, Ended, Trial, run_trial
@@ -29,45 +27,17 @@ from packshift.machine import memory_groups, usable_cpus
 from packshift.machine_facts import describe_machine
 from packshift.memory import Limits, limits
 from packshift.pagecache import warm
-from packshift.preprocess import parse_size
-from packshift.sources import scan
-from packshift.stores._reader import Reader
 from packshift.text import human_bytes
-from packshift.tuning_code import Opening, code_of, opening_of
-from packshift.tuning_search import DATALOADER, THREADS, Search, Space, choose, doublings, halvings, speed_of
-
-FORECAST_ERROR = 0.15
-"""How far a forecast may be off, as a share of what is measured."""
+from packshift.tuning_bounds import Bounds, Foretell
+from packshift.tuning_code import code_of
+from packshift.tuning_data import Data, data_of
+from packshift.tuning_search import DATALOADER, THREADS, Search, Space, choose, describe, doublings, halvings, speed_of
 
 _SAMPLE_EVERY = 0.05  # looking at memory costs milliseconds for each process; more often, and it would cost speed
 _WARMING_S = 15.0  # the first trials would measure the disk, the later ones what the first have read
-_FILES_PER_WORKER = 16
-_FILES_ELSEWHERE = 128
-
-Foretell = Callable[[Configuration], int]
-"""The bytes that a configuration is expected to take."""
 
 Progress = Callable[[int, str], None]
 """Called with (trials done, what runs next)."""
-
-
-@dataclass(frozen=True)
-class _Data:
-    """What trials read: `trial` is all that they have in common, `opening` the code that opens the dataset, None for
-    one of the user.
-
-    `item_bytes` is the size of an item in a batch where it is known beforehand. `in_dev_shm`: workers send batches
-    through /dev/shm; packshift's own datasets have shared memory without a name where the system has that.
-    """
-
-    trial: Trial
-    count: int
-    item_bytes: int | None
-    threads: bool
-    in_dev_shm: bool
-    opening: Opening | None
-    files: Iterable[str] = ()
-    collate_fn: bool = False
 
 
 def tune(
@@ -124,7 +94,7 @@ def tune(
     now = limits()
     limit, limit_source = _limit(memory_limit, now)
     with ExitStack() as stack:
-        data = _data(dataset, Carried(dataset, step, collate_fn), size, fit, stack)
+        data = data_of(dataset, Carried(dataset, step, collate_fn), size, fit, stack)
         space = Space(
             batch_sizes=halvings(min(target, data.count)),
             counts={name: _counts(name, max_workers) for name in _loaders(loaders, data)},
@@ -134,7 +104,7 @@ def tune(
             pin_memory=pin_memory,
             working=step is not None or step_ms > 0,
         )
-        bounds = _Bounds(space, now, foretell, data)
+        bounds = Bounds(space, now, foretell, data)
         trials = _Trials(
             replace(data.trial, seconds=seconds), limit, timeout, step_ms / target, space.working, bounds, progress
         )
@@ -183,7 +153,7 @@ def _counts(loader: str, max_workers: int | None) -> tuple[int, ...]:
     return doublings(max_workers, usable_cpus())
 
 
-def _loaders(told: Sequence[str] | None, data: _Data) -> tuple[str, ...]:
+def _loaders(told: Sequence[str] | None, data: Data) -> tuple[str, ...]:
     if told is None:
         return LOADERS if data.threads else (DATALOADER,)
     for name in told:
@@ -196,111 +166,6 @@ def _loaders(told: Sequence[str] | None, data: _Data) -> tuple[str, ...]:
     return tuple(dict.fromkeys(told))
 
 
-def _data(
-    dataset: Any, carried: Carried, size: int | str | tuple[int, int] | None, fit: str, stack: ExitStack
-) -> _Data:
-    data = _of_path(dataset, size, fit) if isinstance(dataset, (str, os.PathLike)) else _of_user(dataset)
-    if not data.count:
-        raise UsageError(f"{dataset}: there is nothing in it to be loaded")
-    collates = carried.collate_fn is not None
-    if data.opening is None or carried.step is not None or collates:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="packshift-tune-"))
-        path = os.path.join(folder, "carried.pickle")
-        pack(replace(carried, dataset=None) if data.opening else carried, path)
-        data = replace(data, trial=replace(data.trial, carried=path))
-    if collates:
-        data = replace(data, item_bytes=None, threads=False, in_dev_shm=True, collate_fn=True)
-    return data
-
-
-def _of_path(path: str | os.PathLike[str], size: int | str | tuple[int, int] | None, fit: str) -> _Data:
-    """A store, or a folder of pictures; torch is left to the trials."""
-    common = Trial(path=os.path.abspath(path), fit=fit, fill=True)
-    sends_through_memfd = hasattr(os, "memfd_create")
-    if os.path.isdir(path):
-        parsed = parse_size(size)
-        if parsed is None:
-            raise UsageError("size none: pictures of different sizes make no batches; choose a size")
-        listing = scan(path)
-        return _Data(
-            trial=replace(common, size=parsed),
-            count=len(listing),
-            item_bytes=parsed[0] * parsed[1] * 3,
-            threads=False,
-            in_dev_shm=not sends_through_memfd,
-            opening=opening_of(os.fspath(path), parsed, fit),
-            files=(os.path.join(listing.root, name) for name in listing.names),
-        )
-    reader = Reader(path)
-    shape = reader.info.shape
-    if shape is None:
-        raise UsageError(f"{os.fspath(path)}: its pictures are of different sizes, which make no batches")
-    return _Data(
-        trial=common,
-        count=len(reader),
-        item_bytes=shape[0] * shape[1] * 3,
-        threads=True,
-        in_dev_shm=not sends_through_memfd,
-        opening=opening_of(os.fspath(path), None, fit),
-        files=[str(reader.path)],
-    )
-
-
-def _of_user(dataset: Any) -> _Data:
-    if not callable(getattr(dataset, "__len__", None)) or not callable(getattr(dataset, "__getitem__", None)):
-        raise UsageError(
-            f"{type(dataset).__name__}: expected a store, a folder, or a dataset with __len__ and __getitem__"
-        )
-    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(dataset).__mro__}
-    return _Data(
-        trial=Trial(path="", fill=True),
-        count=len(dataset),
-        item_bytes=None,
-        threads="packshift.datasets.StoreDataset" in kinds,  # by name, since importing it would load torch
-        in_dev_shm=True,
-        opening=None,
-    )
-
-
-class _Bounds:
-    """What cannot fit is not tried. `refused` keeps one reason of each kind, for the notes."""
-
-    def __init__(self, space: Space, now: Limits, foretell: Foretell | None, data: _Data) -> None:
-        self._space = space
-        self._now = now
-        self._foretell = foretell
-        self._in_dev_shm = data.in_dev_shm
-        self.item_bytes = data.item_bytes
-        self.refused: dict[str, str] = {}
-
-    def foretold(self, configuration: Configuration) -> int | None:
-        return None if self._foretell is None else self._foretell(configuration)
-
-    def admits(self, configuration: Configuration) -> bool:
-        """Whether there is room for a configuration, as far as that can be known without a trial."""
-        workers = configuration.num_workers if configuration.loader == DATALOADER else 0
-        ahead = configuration.num_workers * configuration.prefetch_factor
-        batch = configuration.batch_size * (self.item_bytes or 0)
-        memory = max(int((self.foretold(configuration) or 0) / (1 + FORECAST_ERROR)), (ahead + 1) * batch)
-        if memory > self._space.budget:
-            return self._refuse("memory", configuration, f"needs {human_bytes(memory)} at least")
-        free = self._now.shm_free
-        if self._in_dev_shm and workers and free is not None and ahead * batch > free:
-            needs = f"needs {human_bytes(ahead * batch)} of /dev/shm, of which {human_bytes(free)} are free"
-            return self._refuse("shm", configuration, f"{needs} (docker run --shm-size)")
-        files = workers * (_FILES_PER_WORKER + 2 * configuration.prefetch_factor) + _FILES_ELSEWHERE
-        most = self._now.open_files
-        if workers and most is not None and files > most:
-            return self._refuse(
-                "files", configuration, f"needs about {files:,} open files, {most:,} are allowed (ulimit -n)"
-            )
-        return True
-
-    def _refuse(self, kind: str, configuration: Configuration, reason: str) -> bool:
-        self.refused.setdefault(kind, f"not tried: {describe(configuration)} {reason}")
-        return False
-
-
 class _Trials:
     """Runs trials and keeps their rows, also when Ctrl-C comes between."""
 
@@ -311,7 +176,7 @@ class _Trials:
         timeout: float,
         step_ms_per_item: float,
         working: bool,
-        bounds: _Bounds,
+        bounds: Bounds,
         progress: Progress | None,
     ) -> None:
         self._common = common
@@ -371,19 +236,7 @@ def _merged(before: TuningTrial, again: TuningTrial) -> TuningTrial:
     return replace(kept, peak_bytes=max(before.peak_bytes or 0, again.peak_bytes or 0) or None)
 
 
-def describe(configuration: Configuration) -> str:
-    """A configuration in a few words: "batch 64, 2 workers, prefetch 2"."""
-    if configuration.loader == DATALOADER and not configuration.num_workers:
-        return f"batch {configuration.batch_size}, no workers"
-    noun = "thread" if configuration.loader == THREADS else "worker"
-    ending = "" if configuration.num_workers == 1 else "s"
-    return (
-        f"batch {configuration.batch_size}, {configuration.num_workers} {noun}{ending}, "
-        f"prefetch {configuration.prefetch_factor}"
-    )
-
-
-def _choice(rows: Sequence[TuningTrial], space: Space, target: int, limit: int, data: _Data) -> Choice | None:
+def _choice(rows: Sequence[TuningTrial], space: Space, target: int, limit: int, data: Data) -> Choice | None:
     chosen = choose(rows, space)
     if chosen is None or chosen.peak_bytes is None or chosen.images_per_s is None:
         return None
@@ -415,9 +268,7 @@ def _reason(chosen: TuningTrial, rows: Sequence[TuningTrial], space: Space, step
     return "; ".join(parts)
 
 
-def _notes(
-    target: int, data: _Data, space: Space, rows: Sequence[TuningTrial], bounds: _Bounds, limit: int
-) -> list[str]:
+def _notes(target: int, data: Data, space: Space, rows: Sequence[TuningTrial], bounds: Bounds, limit: int) -> list[str]:
     notes = list(bounds.refused.values())
     if target > data.count:
         notes.append(f"the dataset has {data.count:,} items only: batches of {target:,} cannot be tried")

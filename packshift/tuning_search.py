@@ -60,6 +60,18 @@ class Space:
         return trial is not None and speed_of(trial) > 0 and (trial.peak_bytes or 0) <= self.budget
 
 
+def describe(configuration: Configuration) -> str:
+    """A configuration in a few words: "batch 64, 2 workers, prefetch 2"."""
+    if configuration.loader == DATALOADER and not configuration.num_workers:
+        return f"batch {configuration.batch_size}, no workers"
+    noun = "thread" if configuration.loader == THREADS else "worker"
+    ending = "" if configuration.num_workers == 1 else "s"
+    return (
+        f"batch {configuration.batch_size}, {configuration.num_workers} {noun}{ending}, "
+        f"prefetch {configuration.prefetch_factor}"
+    )
+
+
 def halvings(target: int) -> tuple[int, ...]:
     """64 as 64, 32, 16, 8, 4, 2, 1."""
     return (target, *halvings(target // 2)) if target > 1 else (1,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from packshift.forecast_results import MB, Choice, Tuning, TuningTrial
 from packshift.text import human_bytes, human_time, printable
-from packshift.tuning import describe
+from packshift.tuning_search import describe
 
 _HEADS = ("configuration", "peak MB", "busy", "iterations/s", "images/s", "")
 

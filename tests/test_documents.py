@@ -14,7 +14,6 @@ import pytest
 from helpers import REPOSITORY, SAMPLE_PHOTOS, resize_and_crop
 
 from packshift import convert
-from packshift.cli_tuning import tune_command
 from packshift.stores._reader import Reader
 
 README = (REPOSITORY / "README.md").read_text()
@@ -85,12 +84,6 @@ def test_the_tuning_command_runs(folder: Path) -> None:
     done = shell(f"{command} --max-workers 0 --target-batch-size 8")
     assert done.returncode == 0, done.stderr
     assert 'dataset = open_dataset("sample.lmdb")' in done.stdout
-
-
-def test_the_readme_lists_every_option_of_tune() -> None:
-    section = README.partition("### Under a limit of memory")[2].partition("\n## ")[0]
-    for option in (name for parameter in tune_command.params for name in parameter.opts if name.startswith("--")):
-        assert f"`{option}" in section, option
 
 
 def test_the_training_loop_runs(folder: Path) -> None:

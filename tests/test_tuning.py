@@ -418,7 +418,7 @@ def test_accumulation_where_the_target_does_not_fit(machine: list[Trial]) -> Non
 
 def test_what_was_measured_twice_is_one_row(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
     """Its higher speed and its higher peak; what fails the second time is not chosen."""
-    speeds = {0: [100.0, 120.0], 1: [200.0, None]}
+    speeds = {0: [120.0, 100.0], 1: [200.0, None]}
     made: list[int] = []
 
     def run(trial: Trial, **_: object) -> Ended:
