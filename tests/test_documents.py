@@ -110,11 +110,31 @@ def test_the_monitor_example_runs(folder: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pgrep")
+def sh_block(command: str) -> str:
+    """The one block of README that begins with a command."""
+    (found,) = [block.strip() for block in blocks(README, "sh") if block.startswith(command)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("packshift bench", "recommended"),
+        ("packshift estimate", "batches in shared memory"),
+    ],
+)
+def test_the_measuring_commands_run(folder: Path, command: str, words: str) -> None:
+    convert(SAMPLE_PHOTOS, folder / "sample.lmdb")
+    done = shell(sh_block(command))
+    assert done.returncode == 0, done.stderr
+    assert words in done.stdout
+
+
 def test_the_watching_command_runs(folder: Path) -> None:
     (folder / "train.py").write_text("import time; time.sleep(60)")
     training = subprocess.Popen([sys.executable, str(folder / "train.py")])
     try:
-        command = blocks(README, "sh")[4].strip().replace("train.py", f"{folder}/train.py")
+        command = sh_block("packshift watch").replace("train.py", f"{folder}/train.py")
         done = shell(f"{command} --once")
         assert done.returncode == 0, done.stderr
         assert f" {training.pid} " in done.stdout

@@ -193,7 +193,7 @@ def test_an_older_kernel_tells_anonymous_memory_only(monkeypatch: pytest.MonkeyP
     }
     files = {"smaps_rollup": rollup, "status": {"VmPTE": 7}}
     monkeypatch.setattr(memory, "_fields", lambda path: files[path.name])
-    assert memory_of(1) == Memory(10 * MB, 6 * MB, 4 * MB, 4 * MB, 0, 2 * MB, 5, 7)
+    assert memory_of(1) == Memory(10 * MB, 6 * MB, 4 * MB, 4 * MB, 0, 2 * MB, 5, 7, anonymous_rss=4 * MB)
 
 
 def test_sums_and_peaks() -> None:
