@@ -151,33 +151,6 @@ def test_arguments_that_cannot_be_right(arguments: dict) -> None:
 
 
 @linux
-def test_it_takes_less_than_a_hundredth_of_the_time_with_eight_workers() -> None:
-    """CPU time of the thread, at one sample a second as the budget assumes: the quick part once a second, the exact one
-    as often as its share allows."""
-    done = script("""
-        import os, signal, sys, time
-        from packshift import MemoryMonitor
-        x = bytearray(os.urandom(1000) * 300_000)
-        pids = []
-        for _ in range(8):
-            pid = os.fork()
-            if pid == 0:
-                signal.pause()
-            pids.append(pid)
-        with MemoryMonitor(log=lambda line: None) as monitor:
-            time.sleep(6.3)
-        report = monitor.report()
-        for pid in pids:
-            os.kill(pid, 9)
-        assert report.error is None
-        assert len(report.processes) == 9
-        assert report.samples >= 3
-        print(report.cost)
-    """)
-    assert float(done.stdout) < 0.01
-
-
-@linux
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 class TestFork:
     def test_a_fork_has_a_monitor_that_does_nothing(self) -> None:
