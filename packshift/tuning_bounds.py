@@ -37,6 +37,8 @@ class Bounds:
     def admits(self, configuration: Configuration) -> bool:
         """Whether there is room for a configuration, as far as that can be known without a trial."""
         workers = configuration.num_workers if configuration.loader == DATALOADER else 0
+        if not configuration.num_workers and configuration.batch_size == min(self._space.batch_sizes):
+            return True  # the smallest of all is tried whatever was foretold: a measurement says that nothing fits
         ahead = configuration.num_workers * configuration.prefetch_factor
         batch = configuration.batch_size * (self.item_bytes or 0)
         memory = max(int((self.foretold(configuration) or 0) / (1 + FORECAST_ERROR)), (ahead + 1) * batch)
