@@ -73,7 +73,7 @@ def _on_memory(pixels: np.ndarray[Any, Any], mode: str, size: tuple[int, int]) -
     from PIL import Image
 
     picture = Image.new(mode, (0, 0))
-    picture = picture._new(Image.core.map_buffer(pixels, size, "raw", 0, (mode, 0, 1)))  # type: ignore[attr-defined]
+    picture = picture._new(Image.core.map_buffer(pixels, size, "raw", 0, (mode, 0, 1)))  # type: ignore[attr-defined]  # in no stub of Pillow
     picture.readonly = 1
     return picture
 

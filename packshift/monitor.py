@@ -191,7 +191,7 @@ class MemoryMonitor:
             self._sample()  # here, so that what is loaded at first use is not loaded by the thread
             thread = threading.Thread(target=self._run, name="packshift-memory", daemon=True)
             thread.start()
-        except Exception as error:  # noqa: BLE001 (such as "can't start new thread": the training goes on without)
+        except Exception as error:  # noqa: BLE001  # kept for the report: training goes on without
             self._error = _text_of(error)
         else:
             self._thread = thread
@@ -280,7 +280,7 @@ class MemoryMonitor:
                     self._next_line += self._every
                     self._say_from_thread(self.line())
             self._sample()
-        except Exception as error:  # noqa: BLE001 (nothing that goes wrong here may reach the training)
+        except Exception as error:  # noqa: BLE001  # kept for the report: it must not reach training
             self._error = _text_of(error)
         self._ended = time.monotonic()
 
@@ -342,7 +342,7 @@ class MemoryMonitor:
                 os.write(2, f"packshift: {line}\n".encode(errors="backslashreplace"))
             else:
                 self._log(line)
-        except Exception as error:  # noqa: BLE001 (a log that fails must not end the training)
+        except Exception as error:  # noqa: BLE001  # kept for the report: it must not end training
             self._error = f"log failed: {_text_of(error)}"
 
 

@@ -230,7 +230,11 @@ def size_in_header(root: str, sample: Sample) -> tuple[int, int]:
     try:
         with Image.open(os.path.join(os.fsencode(root), encode_name(sample.name))) as image:
             return image.height, image.width
-    except Exception as error:  # Pillow's plugins raise whatever a broken file makes them stumble over
+    except MemoryError:
+        raise
+    except (
+        Exception
+    ) as error:  # raised again as ImageError: plugins raise whatever a broken file makes them stumble over
         raise ImageError(f"its header cannot be read: {error}") from error
 
 
@@ -241,7 +245,9 @@ def make_record(data: bytes, sample: Sample, settings: Preprocessing, *, mtime_n
         pixels = _fit(image, height, width, settings)
     except (ImageError, MemoryError):
         raise
-    except Exception as error:  # Pillow's plugins raise whatever a broken file makes them stumble over
+    except (
+        Exception
+    ) as error:  # raised again as ImageError: plugins raise whatever a broken file makes them stumble over
         raise ImageError(_reason(data, error)) from error
     if settings.size is not None and _enlarges(height, width, settings):
         notes.append("enlarged")

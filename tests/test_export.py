@@ -88,7 +88,9 @@ class TestRoundTrip:
     def test_flat(self, tmp_path: Path, suffix: str) -> None:
         write_pictures(tmp_path / "source", ODD_NAMES)
         convert(tmp_path / "source", tmp_path / f"1{suffix}", size=16, layout="flat")
-        export_store(tmp_path / f"1{suffix}", tmp_path / "out")
+        report = export_store(tmp_path / f"1{suffix}", tmp_path / "out")
+        assert (report.written, report.skipped) == (len(ODD_NAMES), ())
+        assert (Reader(tmp_path / f"1{suffix}").labels == -1).all()
         convert(tmp_path / "out", tmp_path / f"2{suffix}", size=16, layout="flat")
         same_records(tmp_path / f"1{suffix}", tmp_path / f"2{suffix}")
 
