@@ -1,8 +1,11 @@
 """Which format, and how many workers: measured on the user's pictures and machine.
 
-Every case runs in a process of its own (`packshift.isolation`), so nothing of one is left for the next. Cases take
-turns, round by round, in an order that shifts by one each round, so that a machine that gets slower or faster touches
-all of them alike; what is reported is the median over the rounds, and the spread.
+Every run is in a process of its own (`packshift.isolation`), so nothing of one is left for the next. Cases take turns,
+round by round, in an order that shifts by one each round, so that a machine that gets slower or faster touches all of
+them alike; what is reported is the median over the rounds, and the spread.
+
+Starting Python and importing torch takes longer than measuring, so two processes do that side by side where there are two
+CPUs, and then measure one after the other. Which pages are shared is seen rightly only by the second.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from packshift.arguments import at_least_one
@@ -20,7 +24,7 @@ from packshift.bench_results import Bench, Row
 from packshift.bench_sources import PICTURES, Place, Prepared, prepare
 from packshift.bench_verdict import notes_on, verdict_of
 from packshift.errors import UsageError
-from packshift.isolation import LIMIT, LOADERS, Trial, run_trial
+from packshift.isolation import LOADERS, Ended, Trial, trial_process
 from packshift.machine import usable_cpus
 from packshift.machine_facts import describe_machine
 from packshift.preprocess import parse_size
@@ -44,6 +48,9 @@ _MEASURED = (
     "total_mb",
     "resident_before",
 )
+
+_SHARING = ("worker_rss_mb", "worker_pss_mb", "worker_uss_mb", "main_rss_mb", "main_pss_mb", "main_uss_mb")
+"""What depends on who else has the same libraries open."""
 
 Progress = Callable[[int, int, str], None]
 """Called with (runs done, runs in all, what runs next)."""
@@ -75,6 +82,20 @@ class _Case:
     trial: Trial
     results: list[Mapping[str, Any]] = field(default_factory=list)
     error: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.row.format} {self.row.loader} {self.row.num_workers}"
+
+    @property
+    def memory_is_known(self) -> bool:
+        return any(result["main_uss_mb"] is not None for result in self.results)
+
+    def take(self, ended: Ended, *, alone: bool) -> None:
+        if ended.result is None:
+            self.error = ended.error
+        else:
+            self.results.append(ended.result if alone else {**ended.result, **dict.fromkeys(_SHARING)})
 
 
 def default_num_workers(cpus: int) -> tuple[int, ...]:
@@ -139,7 +160,7 @@ def bench(
             _run_all(cases, settings, progress)
         except KeyboardInterrupt:
             interrupted = True
-    rows = tuple(_row(case, cases) for case in cases if case.row.loader != LIMIT and (case.results or case.error))
+    rows = tuple(_row(case, cases) for case in cases if case.results or case.error)
     notes = [
         *prepared.notes,
         *notes_on(rows, cold=settings.cold, step=bool(settings.step_ms or settings.step_matmul)),
@@ -221,21 +242,20 @@ def _checked(
 
 
 def _cases(prepared: Prepared, settings: Settings) -> list[_Case]:
-    """All cases, and one of the machine's limit for each format."""
+    """All cases; the first of each format measures the machine's limit, too."""
     cases = []
     for name in (PICTURES, *format_names()):
         if name not in prepared.places:
             continue
         place = prepared.places[name]
-        for loader in (*settings.loaders, LIMIT):
-            for count in (0,) if loader == LIMIT else settings.num_workers:
-                if loader == "threads" and count == 0:
-                    continue
-                cases.append(_case(name, loader, count, place, prepared.images, settings))
+        every = [(loader, count) for loader in settings.loaders for count in settings.num_workers]
+        ways = [way for way in every if way != ("threads", 0)]
+        for number, (loader, count) in enumerate(ways):
+            cases.append(_case(name, loader, count, number == 0, place, prepared.images, settings))
     return cases
 
 
-def _case(name: str, loader: str, count: int, place: Place, images: int, settings: Settings) -> _Case:
+def _case(name: str, loader: str, count: int, limit: bool, place: Place, images: int, settings: Settings) -> _Case:
     trial = Trial(
         path=place.path,
         loader=loader,
@@ -247,9 +267,10 @@ def _case(name: str, loader: str, count: int, place: Place, images: int, setting
         fit=settings.fit,
         images=images,
         seconds=settings.seconds / settings.repeats,
-        step_ms=0.0 if loader == LIMIT else settings.step_ms,
-        step_matmul=0 if loader == LIMIT else settings.step_matmul,
-        cold=settings.cold and loader != LIMIT,
+        step_ms=settings.step_ms,
+        step_matmul=settings.step_matmul,
+        cold=settings.cold,
+        limit=limit,
     )
     row = Row(
         format=name,
@@ -268,18 +289,23 @@ def _case(name: str, loader: str, count: int, place: Place, images: int, setting
 
 def _run_all(cases: Sequence[_Case], settings: Settings, progress: Progress | None) -> None:
     total = len(cases) * settings.repeats
-    for done, case in enumerate(_turns(cases, settings.repeats)):
-        if progress is not None:
-            row = case.row
-            what = "limit" if row.loader == LIMIT else f"{row.loader} {row.num_workers}"
-            progress(done, total, f"{row.format} {what}")
-        if case.error is None:
-            timeout = _START_TIMEOUT + 20 * case.trial.seconds
-            ended = run_trial(case.trial, timeout=timeout)
-            if ended.result is None:
-                case.error = ended.error
-            else:
-                case.results.append(ended.result)
+    side_by_side = 2 if settings.repeats > 1 and usable_cpus() > 1 else 1
+    turns = _turns(cases, settings.repeats)
+    done = 0
+    while group := list(islice(turns, side_by_side)):
+        if group[-1].memory_is_known:
+            group.reverse()
+        with ExitStack() as stack:
+            processes = [stack.enter_context(trial_process()) for case in group if case.error is None]
+            for process in processes:
+                process.wait_until_ready(_START_TIMEOUT)
+            for case in group:
+                if progress is not None:
+                    progress(done, total, case.name)
+                if case.error is None:
+                    ended = processes.pop(0).run(case.trial, timeout=_START_TIMEOUT + 20 * case.trial.seconds)
+                    case.take(ended, alone=not processes)
+                done += 1
     if progress is not None:
         progress(total, total, "")
 
@@ -314,8 +340,8 @@ def _median(results: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 def _limit(row: Row, cases: Sequence[_Case]) -> float | None:
     """Images/s of the machine itself; decoding alone takes as many CPUs as the case has processes."""
-    found = next((case for case in cases if case.row.loader == LIMIT and case.row.format == row.format), None)
-    speed = None if found is None else _median(found.results, "images_per_s")
+    found = (case for case in cases if case.trial.limit and case.row.format == row.format)
+    speed = _median([result for case in found for result in case.results], "limit_images_per_s")
     if speed is None:
         return None
     return speed * min(max(1, row.num_workers), usable_cpus()) if row.format == PICTURES else speed

@@ -9,25 +9,24 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
 from packshift.memory import Memory, memory_of, open_shared_memory, tree_of
 
-_START = "import sys; sys.path[:] = sys.argv[1:]; from packshift.trial import main; main()"
+_START = "import sys; sys.path[:] = sys.argv[2:]; from packshift.trial import main; main(int(sys.argv[1]))"
 _LONGEST_WORDS = 300
 
 
 LOADERS = ("dataloader", "threads")
-LIMIT = "limit"
-"""Stands in the place of a loader: the machine's own limit, one thread and nothing around it."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +34,9 @@ class Trial:
     """What to measure.
 
     `path` is a store, or a folder of pictures to be read with `size` and `fit`. `images` limits how many of its items
-    are used (None: all). `loader` is "dataloader" (stock, `num_workers` processes), "threads" (packshift's Loader,
-    `num_workers` threads) or "limit": a gather of batches from the page cache into one buffer, or for a folder of
-    pictures decoding alone, in one thread.
+    are used (None: all). `loader` is "dataloader" (stock, `num_workers` processes) or "threads" (packshift's Loader,
+    `num_workers` threads). With `limit` the machine's own limit is measured afterwards, one thread with nothing around it:
+    a gather of batches from the page cache into one buffer, or for a folder of pictures decoding alone.
 
     `seconds` is the least time measured, `batches` the least number of batches; `step_ms` is how long the consumer
     works on each batch without the CPU, as the owner of a GPU does; `step_matmul` how many matrix products of 512 x 512
@@ -67,6 +66,7 @@ class Trial:
     seed: int = 0
     carried: str | None = None
     fill: bool = False
+    limit: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,27 +95,76 @@ def run_trial(
     sample_every: float | None = None,
     on_sample: Sample | None = None,
 ) -> Ended:
-    """Run a trial. It is ended after `timeout` seconds, and when it goes over `memory_limit` bytes.
-
-    Memory is sampled every `sample_every` seconds (None: not at all, unless there is a limit, then every 20 ms), and
-    `on_sample` called with it.
-    """
-    interval = 0.02 if sample_every is None and memory_limit is not None else sample_every
-    with tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as words:
-        told.write(json.dumps(asdict(trial)).encode())
-        told.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, "-c", _START, *sys.path],
-            stdin=told,
-            stdout=answer,
-            stderr=words,
-            start_new_session=True,
+    """Run a trial in a process started for it, see `TrialProcess.run`."""
+    with trial_process() as process:
+        return process.run(
+            trial, timeout=timeout, memory_limit=memory_limit, sample_every=sample_every, on_sample=on_sample
         )
+
+
+@contextmanager
+def trial_process() -> Iterator[TrialProcess]:
+    """A fresh process that imports what a trial needs, which takes seconds, and waits to be told which one.
+
+    Two can import at the same time and then measure one after the other. While both are there, the pages of the libraries
+    count as shared between them: what memory a trial takes is seen only by the last one.
+    """
+    with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as words, ExitStack() as stack:
+        ready, imported = os.pipe()
+        stack.callback(os.close, ready)
         try:
-            peak, reason = _watch(process, timeout, memory_limit, interval, on_sample)
+            process = subprocess.Popen(
+                [sys.executable, "-c", _START, str(imported), *sys.path],
+                stdin=subprocess.PIPE,
+                stdout=answer,
+                stderr=words,
+                pass_fds=[imported],
+                start_new_session=True,
+            )
         finally:
-            _end(process)
-        return _ended(process.returncode, answer, words, peak, reason)
+            os.close(imported)
+        stack.callback(_end, process)
+        yield TrialProcess(process, ready, answer, words)
+
+
+class TrialProcess:
+    """What `trial_process` started."""
+
+    def __init__(self, process: subprocess.Popen[bytes], ready: int, answer: IO[bytes], words: IO[bytes]) -> None:
+        self._process = process
+        self._ready = ready
+        self._answer = answer
+        self._words = words
+
+    def wait_until_ready(self, timeout: float) -> None:
+        """Wait until everything is imported, or the process has ended, but no longer than `timeout` seconds."""
+        select.select([self._ready], [], [], timeout)
+
+    def run(
+        self,
+        trial: Trial,
+        *,
+        timeout: float,
+        memory_limit: int | None = None,
+        sample_every: float | None = None,
+        on_sample: Sample | None = None,
+    ) -> Ended:
+        """Run one trial, and end. It is ended after `timeout` seconds, and when it goes over `memory_limit` bytes.
+
+        Memory is sampled every `sample_every` seconds (None: not at all, unless there is a limit, then every 20 ms), and
+        `on_sample` called with it.
+        """
+        interval = 0.02 if sample_every is None and memory_limit is not None else sample_every
+        stdin = self._process.stdin
+        assert stdin is not None  # it is a pipe
+        with suppress(BrokenPipeError):  # where it has ended already, `_ended` says how
+            stdin.write(json.dumps(asdict(trial)).encode())
+            stdin.close()
+        try:
+            peak, reason = _watch(self._process, timeout, memory_limit, interval, on_sample)
+        finally:
+            _end(self._process)
+        return _ended(self._process.returncode, self._answer, self._words, peak, reason)
 
 
 def _watch(
@@ -155,6 +204,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    if process.stdin is not None:
+        with suppress(BrokenPipeError):
+            process.stdin.close()
 
 
 def _ended(code: int, answer: IO[bytes], words: IO[bytes], peak: int | None, reason: str | None) -> Ended:

@@ -15,7 +15,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from packshift.carried import unpack
 from packshift.datasets import ImageFolderDataset, StoreDataset, open_dataset
 from packshift.errors import UsageError
-from packshift.isolation import LIMIT, Trial
+from packshift.isolation import Trial
 from packshift.loader import Loader
 from packshift.memory import Memory, memory_of, memory_of_all, tree_of
 from packshift.pagecache import drop, resident_share
@@ -48,7 +48,7 @@ class Result:
     the time in which the consumer worked. Worker memory is the mean over the workers; `total_mb` what the kernel cannot
     take back from all processes together, `shm_mb` the part of it that is shared memory. `checksum` is that of the
     first two batches' pixels. `resident_before` is the share of the data that was in the page cache when a cold trial
-    began.
+    began, `limit_images_per_s` the machine's own limit where it was asked for.
     """
 
     images_per_s: float
@@ -71,6 +71,7 @@ class Result:
     checksum: str
     worker_pids: tuple[int, ...] = ()
     resident_before: float | None = None
+    limit_images_per_s: float | None = None
 
 
 class EndlessSampler(Sampler[int]):
@@ -86,7 +87,8 @@ class EndlessSampler(Sampler[int]):
             yield from rng.permutation(self._count).tolist()
 
 
-def main() -> None:
+def main(imported: int) -> None:
+    os.close(imported)  # tells the parent that everything is imported
     told = json.load(sys.stdin)
     size = told.get("size")
     trial = Trial(**{**told, "size": None if size is None else (size[0], size[1])})
@@ -114,7 +116,27 @@ def measure(trial: Trial) -> Result:
     warm_up = _warm_up(trial, batches, step, started)
     timed = _timed(trial, batches, step, warm_up, -(-count // trial.batch_size))
     time.sleep(0.05 + (_filling_s(trial, timed) if trial.fill else 0.0))  # what is held then is held in training
-    return _result(timed, warm_up, resident)
+    result = _result(timed, warm_up, resident)
+    if not trial.limit:
+        return result
+    del batches, timed  # ends workers and threads
+    return replace(result, limit_images_per_s=_limit(trial, dataset, EndlessSampler(count, trial.seed)))
+
+
+def _limit(trial: Trial, dataset: Dataset[Any], sampler: EndlessSampler) -> float:
+    """Images/s of one thread that does nothing but fetch pixels."""
+    if isinstance(dataset, ImageFolderDataset):
+        batches: Iterator[torch.Tensor] = (dataset[index][0][None] for index in sampler)
+    else:
+        batches = _gathered(trial, dataset, sampler)
+    touch(next(batches))
+    images = 0
+    started = time.perf_counter()
+    while (seconds := time.perf_counter() - started) < trial.seconds or not images:
+        batch = next(batches)
+        touch(batch)
+        images += len(batch)
+    return images / seconds
 
 
 def _filling_s(trial: Trial, timed: _Timed) -> float:
@@ -250,12 +272,6 @@ def _length(dataset: Dataset[Any]) -> int:
 def _batches(
     trial: Trial, dataset: Dataset[Any], sampler: EndlessSampler, collate_fn: Callable[[Any], Any] | None
 ) -> Iterator[Any]:
-    if trial.loader == LIMIT:
-        return (
-            _decoded(dataset, sampler)
-            if isinstance(dataset, ImageFolderDataset)
-            else _gathered(trial, dataset, sampler)
-        )
     if trial.loader == "threads":
         return iter(
             Loader(
@@ -283,7 +299,7 @@ def _batches(
     )
 
 
-def _gathered(trial: Trial, dataset: Dataset[Any], sampler: EndlessSampler) -> Iterator[Any]:
+def _gathered(trial: Trial, dataset: Dataset[Any], sampler: EndlessSampler) -> Iterator[torch.Tensor]:
     """Batches copied from the map of a store into one buffer, which is used again."""
     torch.set_num_threads(1)
     assert isinstance(dataset, StoreDataset)  # the caller's case; not a user's data
@@ -294,12 +310,7 @@ def _gathered(trial: Trial, dataset: Dataset[Any], sampler: EndlessSampler) -> I
     out = torch.empty((trial.batch_size, rows.shape[1]), dtype=rows.dtype)
     while True:
         positions = torch.tensor(list(islice(indices, trial.batch_size)))
-        yield (torch.index_select(rows, 0, positions, out=out).view(torch.uint8),)
-
-
-def _decoded(dataset: Dataset[Any], sampler: EndlessSampler) -> Iterator[Any]:
-    """Pictures decoded and preprocessed one by one."""
-    return ((dataset[index][0][None],) for index in sampler)
+        yield torch.index_select(rows, 0, positions, out=out).view(torch.uint8)
 
 
 def touch(images: torch.Tensor) -> int:

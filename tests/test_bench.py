@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -13,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 from helpers import formula_picture, make_folder, save
 
-from packshift import bench, cli, convert, isolation
+from packshift import bench, benchmarking, cli, convert, isolation
 from packshift.bench_results import Row
 from packshift.bench_sources import Place, Prepared
 from packshift.bench_verdict import notes_on, verdict_of
@@ -147,8 +150,8 @@ def test_all_formats_with_the_same_pixels(folder: Path) -> None:
         assert (row.convert_s is None) == (row.format == "jpeg")
     assert found.images == found.source_images == 12
     assert found.verdict is not None
-    assert [step[0] for step in seen] == list(range(7))
-    assert seen[-1][:2] == (6, 6)
+    assert [step[0] for step in seen] == list(range(4))
+    assert seen[-1][:2] == (3, 3)
     assert not any("same pixels" in note for note in found.notes)
     assert json.loads(json.dumps(found.to_json()))["rows"][0]["format"] == "jpeg"
 
@@ -166,15 +169,37 @@ def test_workers_have_memory_of_their_own(folder: Path) -> None:
     assert row.total_mb > 2 * row.worker_uss_mb
 
 
-def test_a_case_that_dies_is_a_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = isolation.run_trial
+@dataclass
+class FakeProcesses:
+    """Trial processes that measure nothing; `alive` are those that have not ended, `log` which of how many ran what."""
 
-    def run(trial: Trial, **options: float) -> isolation.Ended:
-        if trial.path.endswith("lmdb"):
+    dies: str = "none"
+    alive: list[object] = field(default_factory=list)
+    log: list[tuple[int, Trial]] = field(default_factory=list)
+
+    @contextmanager
+    def start(self) -> Iterator[FakeProcesses]:
+        token = object()
+        self.alive.append(token)
+        yield self
+        self.alive = [other for other in self.alive if other is not token]
+
+    def wait_until_ready(self, timeout: float) -> None:
+        pass
+
+    def run(self, trial: Trial, *, timeout: float) -> isolation.Ended:
+        self.log.append((len(self.alive), trial))
+        self.alive.pop()
+        if trial.path.endswith(self.dies):
             return isolation.Ended(None, "killed by SIGKILL: DataLoader worker is killed by signal: Bus error", None)
-        return real(trial, **options)
+        figures = dict.fromkeys(benchmarking._MEASURED, float(len(self.log)))
+        return isolation.Ended(
+            {**figures, "limit_images_per_s": 1.0 if trial.limit else None, "checksum": "0"}, None, 0
+        )
 
-    monkeypatch.setattr("packshift.benchmarking.run_trial", run)
+
+def test_a_case_that_dies_is_a_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmarking, "trial_process", FakeProcesses("lmdb").start)
     found = bench(folder, formats=["jpeg", "lmdb"], **QUICK)
     assert [row.error for row in found.rows] == [
         None,
@@ -182,6 +207,41 @@ def test_a_case_that_dies_is_a_row(folder: Path, monkeypatch: pytest.MonkeyPatch
     ]
     assert found.verdict is not None
     assert found.verdict.row.format == "jpeg"
+
+
+@pytest.mark.parametrize("cases", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("repeats", [1, 2, 3])
+def test_memory_is_read_where_no_other_trial_is_alive(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, cases: int, repeats: int
+) -> None:
+    processes = FakeProcesses()
+    monkeypatch.setattr(benchmarking, "trial_process", processes.start)
+    monkeypatch.setattr(benchmarking, "usable_cpus", lambda: 2)
+    options = {**QUICK, "repeats": repeats, "num_workers": range(cases)}
+    found = bench(folder, formats=["jpeg"], **options)
+    alone = {
+        workers: [
+            float(number)
+            for number, (alive, trial) in enumerate(processes.log, 1)
+            if alive == 1 and trial.num_workers == workers
+        ]
+        for workers in range(cases)
+    }
+    assert len(processes.log) == cases * repeats
+    assert max(alive for alive, _ in processes.log) == min(repeats, 2)
+    for row in found.rows:
+        assert row.main_uss_mb == statistics.median(alone[row.num_workers])
+        assert len(row.images_per_s_runs) == repeats
+    assert [trial.num_workers for _, trial in processes.log if trial.limit] == [0] * repeats
+
+
+def test_two_processes_import_before_one_measures(folder: Path) -> None:
+    with isolation.trial_process() as first, isolation.trial_process() as second:
+        first.wait_until_ready(60)
+        second.wait_until_ready(60)
+        for process in (first, second):
+            ended = process.run(Trial(str(folder), batch_size=4, size=(32, 32), seconds=0.01), timeout=60)
+            assert ended.error is None
 
 
 def test_ctrl_c_returns_what_is_finished(folder: Path) -> None:
