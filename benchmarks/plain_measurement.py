@@ -13,8 +13,7 @@ import os
 import time
 
 import psutil
-import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from packshift import ImageFolderDataset, open_dataset
 
@@ -27,7 +26,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     options = parser.parse_args()
     dataset = ImageFolderDataset(options.data) if os.path.isdir(options.data) else open_dataset(options.data)
-    order = torch.cat([torch.randperm(len(dataset)) for _ in range(2000)]).tolist()
+    order = RandomSampler(dataset, num_samples=2000 * len(dataset))
     loader = iter(DataLoader(dataset, options.batch_size, sampler=order, num_workers=options.num_workers))
     for _ in range(3 * max(1, options.num_workers)):
         next(loader)
