@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from packshift.conversion import Report, convert
     from packshift.datasets import HDF5Dataset, ImageFolderDataset, LMDBDataset, open_dataset
     from packshift.errors import PackshiftError
-    from packshift.forecasting import forecast
+    from packshift.forecasting import forecast, probe
     from packshift.loader import Loader
     from packshift.monitor import MemoryMonitor
     from packshift.tuning import tune
@@ -38,6 +38,7 @@ _HOMES = {
     "convert": "conversion",
     "forecast": "forecasting",
     "open_dataset": "datasets",
+    "probe": "forecasting",
     "tune": "tuning",
 }
 
@@ -54,6 +55,7 @@ __all__ = [
     "convert",
     "forecast",
     "open_dataset",
+    "probe",
     "tune",
 ]
 

@@ -64,7 +64,8 @@ def estimate_command(
     packshift estimate --sample-shape 3x1024x1024 --dtype float32 --batch-size 32 --num-workers 4
     """
     from packshift.estimate_report import estimate_json, estimate_text
-    from packshift.forecasting import Data, data_of, forecast, probe_path
+    from packshift.forecasting import Data, data_of, forecast
+    from packshift.forecasting import probe as probe_data
     from packshift.memory import limits
     from packshift.preprocess import parse_size
 
@@ -84,7 +85,7 @@ def estimate_command(
     measured = None
     if probe and data is not None:
         kind = {name: configuration[name] for name in ("num_workers", "loader", "start_method", "pin_memory")}
-        measured = probe_path(data, size=size, **kind)
+        measured = probe_data(data, size=size, **kind)
     found = forecast(item, probe=measured, **configuration)
     now = limits()
     if as_json:

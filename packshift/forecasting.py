@@ -4,7 +4,8 @@ What is foretold is the state in which the loader is ahead of the training: all 
 follows from the loaders' code (torch 2.2 to 2.14, checked by measurement, benchmarks/forecast_error.py):
 
 - DataLoader with W workers keeps W * prefetch_factor batches ordered or ready; one is in the hands of the loop, and for a
-  moment the one before it; each worker's slots grow until one is in the loop's hands: W * prefetch_factor + max(2, W);
+  moment the one before it: W * prefetch_factor + 2. packshift's datasets reuse slots of each worker, which grow until one
+  of them is in the loop's hands: W * prefetch_factor + max(2, W);
 - without workers, the batch in hand and the next one, and where items are made one by one, the list of them, too;
 - packshift's Loader: threads * prefetch batches ahead, one in hand, one in the making.
 
@@ -15,17 +16,20 @@ assumed (constants below).
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packshift.arguments import at_least_one
+from packshift.carried import Carried, pack
 from packshift.errors import UsageError
 from packshift.forecast_results import Configuration, Forecast
 from packshift.isolation import LOADERS, Trial
 from packshift.preprocess import parse_size
-from packshift.probing import Line, Probe, probe
+from packshift.probing import Line, Probe, measure_constants
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -48,12 +52,13 @@ _PROCESS_PAGE_TABLES = 1e6
 
 @dataclass(frozen=True)
 class Data:
-    """What of a dataset decides about memory: bytes of one item in a batch, whether it gives ready batches of slots in
-    shared memory of their own, and the bytes of the file that its processes map."""
+    """What of a dataset decides about memory: bytes of one item in a batch, whether it reads batches in one go, the bytes
+    of the file that its processes map, and whether its workers reuse slots of shared memory."""
 
     item_bytes: int
     batched: bool
     mapped_bytes: int = 0
+    slots: bool = True
 
 
 def forecast(
@@ -70,7 +75,8 @@ def forecast(
     """Foretell the memory of a configuration.
 
     `dataset` is any map-style dataset (one item of it is read), the path of a store or of a folder of pictures, or a
-    `Data`. With a `probe` of the same kind of configuration, the constants are those measured. Raises UsageError.
+    `Data`. With a `probe` of the same kind of configuration (see `packshift.probe`) the constants are those measured.
+    Raises UsageError.
     """
     if loader not in LOADERS:
         raise UsageError(f"unknown loader {loader!r}: expected one of {', '.join(LOADERS)}")
@@ -92,7 +98,7 @@ def forecast(
     main, worker, measured = _constants(configuration, data, probe)
     terms = {"main process": main.base}
     if _processes(configuration):
-        terms |= _worker_terms(configuration, main, worker, batch)
+        terms |= _worker_terms(configuration, data, main, worker, batch)
     elif loader == "threads":
         ahead = configuration.num_workers * prefetch_factor + 2
         building = max(0.0, main.per_batch_byte - _PROBED_THREAD_BATCHES)
@@ -120,19 +126,21 @@ def _processes(configuration: Configuration) -> int:
     return configuration.num_workers if configuration.loader == "dataloader" else 0
 
 
-def shared_batches(configuration: Configuration) -> int:
+def shared_batches(configuration: Configuration, *, slots: bool = True) -> int:
     """How many batches are in shared memory when all queues are full; 0 without workers."""
     workers = _processes(configuration)
-    return workers * configuration.prefetch_factor + max(2, workers) if workers else 0
+    if not workers:
+        return 0
+    return workers * configuration.prefetch_factor + (max(2, workers) if slots else 2)
 
 
-def _worker_terms(configuration: Configuration, main: Line, worker: Line, batch: float) -> dict[str, float]:
+def _worker_terms(configuration: Configuration, data: Data, main: Line, worker: Line, batch: float) -> dict[str, float]:
     workers = configuration.num_workers
     return {
         "batches in the main process": main.per_batch_byte * batch,
         "worker processes": workers * worker.base,
         "batches being built": workers * worker.per_batch_byte * batch,
-        "batches in shared memory": shared_batches(configuration) * batch,
+        "batches in shared memory": shared_batches(configuration, slots=data.slots) * batch,
     }
 
 
@@ -174,25 +182,40 @@ def _page_tables(configuration: Configuration, data: Data, measured: Probe | Non
     return processes * each + entries * _PAGE_TABLE_ENTRY
 
 
-def probe_path(
-    path: str | os.PathLike[str],
+def probe(
+    dataset: Dataset[Any] | str | os.PathLike[str],
     *,
     num_workers: int = 0,
     loader: str = "dataloader",
     start_method: str | None = None,
     pin_memory: bool = False,
+    collate_fn: Callable[[Any], Any] | None = None,
     size: int | str | tuple[int, int] | None = 256,
 ) -> Probe:
-    """Measure the constants of a store or a folder of pictures with two short runs; raises ProbeError where they fail."""
-    trial = Trial(
-        path=os.fspath(path),
+    """Measure what a forecast needs to know about a dataset on this machine, with two short runs in fresh processes.
+
+    `dataset` is the path of a store, of a folder of pictures (read with `size`), or any map-style dataset that can be
+    pickled and whose class a fresh process can import. The result holds for all batch sizes and `prefetch_factor`s, and
+    any number of workers if `num_workers` is above 0. Takes 5 to 10 seconds. Raises UsageError for what cannot be
+    pickled and ProbeError where the runs fail.
+    """
+    path = os.fspath(dataset) if isinstance(dataset, (str, os.PathLike)) else ""
+    parsed = parse_size(size)
+    item_bytes = data_of(dataset, parsed).item_bytes
+    kind = Trial(
+        path=path,
         loader=loader,
         num_workers=num_workers if loader == "dataloader" else max(1, num_workers),
         start_method=start_method if num_workers and loader == "dataloader" else None,
         pin_memory=pin_memory,
-        size=parse_size(size) if os.path.isdir(path) else None,
+        size=parsed if os.path.isdir(path) else None,
     )
-    return probe(trial)
+    if path and collate_fn is None:
+        return measure_constants(kind, item_bytes)
+    with tempfile.TemporaryDirectory(prefix="packshift-probe-") as folder:
+        carried = os.path.join(folder, "carried.pickle")
+        pack(Carried(None if path else dataset, None, collate_fn), carried)
+        return measure_constants(replace(kind, carried=carried), item_bytes)
 
 
 def data_of(dataset: Dataset[Any] | str | os.PathLike[str] | Data, size: tuple[int, int] | None = (256, 256)) -> Data:
@@ -201,12 +224,12 @@ def data_of(dataset: Dataset[Any] | str | os.PathLike[str] | Data, size: tuple[i
         return dataset
     if isinstance(dataset, (str, os.PathLike)):
         return _data_of_path(Path(dataset), size)
-    from packshift.datasets import StoreDataset
+    from packshift.datasets import ImageFolderDataset, StoreDataset
 
     item_bytes = _bytes_in(dataset[0])
     if isinstance(dataset, StoreDataset) and dataset.transform is None:
         return Data(item_bytes, True, Path(dataset.path).stat().st_size)
-    return Data(item_bytes, False)
+    return Data(item_bytes, False, slots=isinstance(dataset, (StoreDataset, ImageFolderDataset)))
 
 
 def _data_of_path(path: Path, size: tuple[int, int] | None) -> Data:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from packshift.errors import PackshiftError
 from packshift.isolation import Trial, run_trial
-from packshift.memory import Memory
+from packshift.memory import Memory, limits
 
-SMALL_BATCH, LARGE_BATCH = 8, 48
+_MOST_ITEMS, _MOST_BYTES = 48, 100_000_000  # in a batch: large beside the noise of a process, small beside any memory
 _BATCHES = 16
 _STEP_MS = 40.0
 _TIMEOUT = 180.0
@@ -39,6 +39,8 @@ class Line:
     @classmethod
     def through(cls, first: tuple[float, float], second: tuple[float, float]) -> Line:
         """The line through two points (batch bytes, bytes), falling never: memory that shrank is noise."""
+        if second[0] == first[0]:  # batches that hold no tensors
+            return cls(max(first[1], second[1]), 0.0)
         slope = max(0.0, (second[1] - first[1]) / (second[0] - first[0]))
         return cls(max(first[1] - slope * first[0], 0.0), slope)
 
@@ -71,14 +73,15 @@ class _Point:
     page_tables: float
 
 
-def probe(trial: Trial) -> Probe:
+def measure_constants(trial: Trial, item_bytes: int) -> Probe:
     """Measure the constants for trials like this one: same data, loader, start method, with workers or without.
 
-    Raises ProbeError where one of the two runs fails.
+    `item_bytes` is about the size of an item in a batch. Raises ProbeError where one of the two runs fails.
     """
     workers = trial.loader == "dataloader" and trial.num_workers > 0
-    first = _point(trial, min(trial.num_workers, 1), SMALL_BATCH)
-    second = _point(trial, min(trial.num_workers, 2) if workers else min(trial.num_workers, 1), LARGE_BATCH)
+    large = max(2, min(_MOST_ITEMS, _MOST_BYTES // max(1, item_bytes)))
+    first = _point(trial, min(trial.num_workers, 1), max(1, large // 6))
+    second = _point(trial, min(trial.num_workers, 2) if workers else min(trial.num_workers, 1), large)
     lines = [
         Line.through((first.batch_bytes, low), (second.batch_bytes, high))
         for low, high in ((first.main, second.main), (first.worker, second.worker))
@@ -105,13 +108,20 @@ def _point(trial: Trial, num_workers: int, batch_size: int) -> _Point:
         step_ms=_STEP_MS,
         step_matmul=0,
     )
-    ended = run_trial(trial, timeout=_TIMEOUT, sample_every=0.02, on_sample=lambda found: samples.append(dict(found)))
+    ended = run_trial(
+        trial,
+        timeout=_TIMEOUT,
+        memory_limit=limits().available,
+        sample_every=0.02,
+        on_sample=lambda found: samples.append(dict(found)),
+    )
+    name = trial.path or "the dataset"
     if ended.result is None:
-        raise ProbeError(f"{trial.path}: cannot be measured with batches of {batch_size}: {ended.error}")
+        raise ProbeError(f"{name} cannot be measured with batches of {batch_size}: {ended.error}")
     pids = ended.result["worker_pids"]
     splits = [_split(found, pids) for found in samples if all(pid in found for pid in pids)]
     if not splits:
-        raise ProbeError(f"{trial.path}: the run was over before memory could be looked at")
+        raise ProbeError(f"{name}: the run was over before memory could be looked at")
     batch_bytes = ended.result["mb_per_s"] / ended.result["batches_per_s"] * 1e6
     return _Point(
         batch_bytes,

@@ -11,13 +11,15 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from torch.utils.data import Dataset, TensorDataset
+from users_things import Noise, images_only
 
-from packshift import cli, forecast, open_dataset
+from packshift import cli, forecast, open_dataset, probing
 from packshift.errors import StoreError, UsageError
 from packshift.forecast_results import Configuration
-from packshift.forecasting import ASSUMED_MAIN, Data, data_of, probe_path, shared_batches
+from packshift.forecasting import ASSUMED_MAIN, Data, data_of, probe, shared_batches
+from packshift.isolation import Trial
 from packshift.memory import Memory
-from packshift.probing import Line, Probe, ProbeError, _split
+from packshift.probing import Line, Probe, ProbeError, _Point, _split, measure_constants
 
 ITEM = Data(1_000_000, batched=False)
 STORE = Data(1_000_000, batched=True, mapped_bytes=4096 * 1000)
@@ -35,6 +37,11 @@ def test_batches_in_shared_memory(workers: int, prefetch: int, batches: int) -> 
     assert shared_batches(Configuration(64, workers, prefetch)) == batches
     terms = forecast(ITEM, batch_size=10, num_workers=workers, prefetch_factor=prefetch).terms
     assert terms.get("batches in shared memory", 0) == batches * 10_000_000
+
+
+@pytest.mark.parametrize(("workers", "batches"), [(0, 0), (1, 4), (2, 6), (4, 10)])
+def test_torchs_own_shared_memory_is_one_a_batch(workers: int, batches: int) -> None:
+    assert shared_batches(Configuration(64, workers, 2), slots=False) == batches
 
 
 def test_terms_without_workers() -> None:
@@ -116,8 +123,8 @@ class Items(Dataset[object]):
 
 class TestData:
     def test_any_dataset(self) -> None:
-        assert data_of(Items()) == Data(3 * 100 * 4 + 25 * 8 + 8, batched=False)
-        assert data_of(TensorDataset(torch.zeros(4, 7, dtype=torch.int16))) == Data(14, batched=False)
+        assert data_of(Items()) == Data(3 * 100 * 4 + 25 * 8 + 8, batched=False, slots=False)
+        assert data_of(TensorDataset(torch.zeros(4, 7, dtype=torch.int16))) == Data(14, batched=False, slots=False)
 
     def test_a_store(self, store: Path) -> None:
         assert data_of(store) == Data(32 * 32 * 3 + 8, batched=True, mapped_bytes=store.stat().st_size)
@@ -129,7 +136,7 @@ class TestData:
 
 
 def test_a_real_probe(store: Path) -> None:
-    measured = probe_path(store, num_workers=1, start_method="fork")
+    measured = probe(store, num_workers=1, start_method="fork")
     assert measured.batch_bytes_per_item == pytest.approx(32 * 32 * 3)
     assert 50e6 < measured.main.base < 1e9
     assert measured.worker is not None
@@ -139,8 +146,43 @@ def test_a_real_probe(store: Path) -> None:
 
 
 def test_a_probe_that_fails_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ProbeError, match=r"none\.lmdb: cannot be measured with batches of 8: .*cannot open the store"):
-        probe_path(tmp_path / "none.lmdb")
+    with pytest.raises(ProbeError, match=r"none\.lmdb cannot be measured with batches of 8: .*cannot open the store"):
+        measure_constants(Trial(str(tmp_path / "none.lmdb")), 3000)
+    with pytest.raises(StoreError, match=r"none\.lmdb: cannot open the store"):
+        probe(tmp_path / "none.lmdb")
+
+
+def test_a_probe_of_a_users_dataset() -> None:
+    measured = probe(Noise(20, values=5000), num_workers=1, start_method="fork", collate_fn=images_only)
+    assert measured.worker is not None
+    assert measured.batch_bytes_per_item == pytest.approx(5000 * 4)
+    with pytest.raises(UsageError, match=r"dataset: .*cannot be pickled"):
+        probe(Unpicklable())
+
+
+class Unpicklable(Noise):
+    def __init__(self) -> None:
+        super().__init__()
+        self.opener = lambda path: path
+
+
+def test_a_line_of_batches_without_bytes_is_flat() -> None:
+    assert Line.through((0, 140), (0, 160)).at(30) == 160
+
+
+@pytest.mark.parametrize(("item_bytes", "sizes"), [(196_608, [8, 48]), (10_000_000, [1, 10]), (10**9, [1, 2])])
+def test_a_probe_takes_smaller_batches_of_large_items(
+    monkeypatch: pytest.MonkeyPatch, item_bytes: int, sizes: list[int]
+) -> None:
+    seen = []
+
+    def point(trial: Trial, num_workers: int, batch_size: int) -> _Point:
+        seen.append(batch_size)
+        return _Point(batch_size * item_bytes, batch_size, 1e6, 0, 0)
+
+    monkeypatch.setattr(probing, "_point", point)
+    assert measure_constants(Trial("x"), item_bytes).batch_bytes_per_item == item_bytes
+    assert seen == sizes
 
 
 class TestCommand:

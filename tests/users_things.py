@@ -50,3 +50,7 @@ class Step:
 
 def names_only(items: list[Any]) -> list[str]:
     return [item["name"] for item in items]
+
+
+def images_only(items: list[Any]) -> torch.Tensor:
+    return torch.stack([item["image"] for item in items])
