@@ -38,7 +38,7 @@ def main() -> None:
             nbytes = images.nbytes
         del images
         uss = [process.memory_full_info().uss / 1e6 for process in psutil.Process().children()]
-        slot_counts = [len(peer.maps) for peer in slots._peers.values()]
+        slot_counts = [len(peer.windows) for peer in slots._peers.values()]
         kernel = [os.fstat(peer.fd).st_blocks * 512 / 1e6 for peer in slots._peers.values()]
         history.append(uss)
         print(

@@ -41,6 +41,8 @@ import torch
 from numpy.typing import NDArray
 from torch.multiprocessing.reductions import reduce_tensor
 
+from packshift.windows import Window, file_size_for, open_window, place_after
+
 MOST_SLOTS = 32
 """Slots per worker. As many are in flight as prefetch_factor says, plus what the training loop holds on to."""
 
@@ -80,7 +82,7 @@ class _Slot:
 
     index: int
     offset: int
-    memory: mmap.mmap
+    window: Window
     in_use_here: bool = False
     has_memory: bool = False
     reference_sent: bool = False
@@ -95,7 +97,7 @@ class SlotRing:
         self._control = mmap.mmap(self.fd, _CONTROL)
         self._control[_TOKEN] = os.urandom(16)
         self._slots: list[_Slot] = []
-        self._size = _CONTROL
+        self._end = _CONTROL
         with open(f"/proc/{os.getpid()}/fd/{self.fd}", "rb"):
             pass  # what the parent is going to do; where it cannot be done, say so now
         util.Finalize(None, self.release_free_slots, exitpriority=100)
@@ -104,20 +106,22 @@ class SlotRing:
         slot = self._free_slot(nbytes) or self._new_slot(nbytes)
         if slot is None:
             return None
+        if not slot.has_memory:
+            slot.window.take_large_pages()
         slot.in_use_here, slot.reference_sent, slot.has_memory = True, False, True
         self._trim()
-        array: NDArray[np.uint8] = np.frombuffer(slot.memory, np.uint8, nbytes)
+        array = slot.window.array(nbytes)
         weakref.finalize(array, _leave, slot).atexit = False
         return slot, array
 
     def _free_slot(self, nbytes: int) -> _Slot | None:
-        fitting = (slot for slot in self._slots if len(slot.memory) >= nbytes and self._is_free(slot))
-        return min(fitting, key=lambda slot: len(slot.memory), default=None)
+        fitting = (slot for slot in self._slots if slot.window.capacity >= nbytes and self._is_free(slot))
+        return min(fitting, key=lambda slot: slot.window.capacity, default=None)
 
     def _trim(self) -> None:
         spare = [slot for slot in self._slots if slot.has_memory and self._is_free(slot)]
         for slot in spare[MOST_SPARE:]:
-            slot.memory.madvise(mmap.MADV_REMOVE)
+            slot.window.give_back_memory()
             slot.has_memory = False
 
     def _is_free(self, slot: _Slot) -> bool:
@@ -127,10 +131,10 @@ class SlotRing:
         if len(self._slots) == MOST_SLOTS:
             return None
         capacity = -(-max(nbytes, 1) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        os.ftruncate(self.fd, self._size + capacity)
-        memory = mmap.mmap(self.fd, capacity, offset=self._size)
-        slot = _Slot(len(self._slots), self._size, memory)
-        self._size += capacity
+        offset = place_after(self._end, capacity)
+        os.ftruncate(self.fd, max(os.fstat(self.fd).st_size, file_size_for(offset, capacity)))
+        slot = _Slot(len(self._slots), offset, open_window(self.fd, offset, capacity))
+        self._end = offset + capacity
         self._slots.append(slot)
         return slot
 
@@ -142,7 +146,7 @@ class SlotRing:
         self._control[_STATES + slot.index] = _SENT
         place = (os.getpid(), self.fd, bytes(self._control[_TOKEN]))
         kind = (tensor.dtype, tuple(tensor.shape), tensor.stride())
-        return (*place, slot.index, slot.offset, len(slot.memory), tensor.nbytes, *kind)
+        return (*place, slot.index, slot.offset, slot.window.capacity, tensor.nbytes, *kind)
 
     def release_free_slots(self) -> None:
         """Give the memory of slots that nobody sees back to the system, whoever keeps them mapped.
@@ -152,12 +156,12 @@ class SlotRing:
         self._control[_CLOSING] = 1
         for slot in self._slots:
             if self._control[_STATES + slot.index] == _FREE:
-                slot.memory.madvise(mmap.MADV_REMOVE)
+                slot.window.give_back_memory()
 
     @property
     def nbytes(self) -> int:
         """Bytes of shared memory in all slots."""
-        return self._size - _CONTROL
+        return sum(slot.window.capacity for slot in self._slots)
 
 
 def _leave(slot: _Slot) -> None:
@@ -244,16 +248,16 @@ class _Peer:
     fd_there: int
     fd: int
     control: mmap.mmap
-    maps: dict[int, mmap.mmap] = field(default_factory=dict)
+    windows: dict[int, Window] = field(default_factory=dict)
     held: dict[int, list[_ForkWatch]] = field(default_factory=dict)
     waiting: dict[int, list[_ForkWatch]] = field(default_factory=dict)
 
     def lend(self, index: int, offset: int, capacity: int, nbytes: int) -> torch.Tensor:
         """The first bytes of a slot, uint8 (nbytes,); the slot is the worker's again when nothing sees them any more."""
-        if index not in self.maps:
-            self.maps[index] = mmap.mmap(self.fd, capacity, offset=offset)
+        if index not in self.windows:
+            self.windows[index] = open_window(self.fd, offset, capacity)
         # numpy makes a view of a view refer to the first array of the chain. This is it: its death is what we wait for.
-        first: NDArray[np.uint8] = np.frombuffer(self.maps[index], np.uint8, nbytes)
+        first = self.windows[index].array(nbytes)
         self.held[index] = []
         weakref.finalize(first, _give_back, self, index, os.getpid()).atexit = False
         return torch.from_numpy(first)
@@ -261,7 +265,7 @@ class _Peer:
     def free(self, index: int) -> None:
         self.control[_STATES + index] = _FREE
         if self.control[_CLOSING]:
-            self.maps[index].madvise(mmap.MADV_REMOVE)
+            self.windows[index].give_back_memory()
 
     def free_what_forks_held(self) -> None:
         for index, watches in list(self.waiting.items()):
@@ -277,7 +281,7 @@ class _Peer:
             return True
 
     def close(self) -> None:
-        self.maps.clear()  # the maps close when the last array over them dies
+        self.windows.clear()  # the maps close when the last array over them dies
         os.close(self.fd)
 
 

@@ -104,7 +104,7 @@ def workers(dataset: Dataset, method: str = "fork", count: int = 2, **options: A
 
 
 def slots_in_use() -> list[int]:
-    return [len(peer.maps) for peer in slots._peers.values()]
+    return [len(peer.windows) for peer in slots._peers.values()]
 
 
 class TestEveryCombination:
@@ -200,7 +200,7 @@ class TestNeverOverwritten:
         loader = workers(dataset, batch_size=4, persistent_workers=True, prefetch_factor=2)
         for _ in range(6):
             check_epoch(loader)
-        in_use = [len(peer.maps) for peer in slots._peers.values() if not peer.is_gone()]
+        in_use = [len(peer.windows) for peer in slots._peers.values() if not peer.is_gone()]
         assert len(in_use) == 2
         assert max(in_use) <= 2 + 3, "the prefetched ones, one being filled, one or two that the loop holds"
 
@@ -439,7 +439,7 @@ def test_memory_of_many_batches_held_at_once_is_given_back(lmdb_dataset: Dataset
     kept = list(loader)
     (peer,) = (peer for peer in slots._peers.values() if not peer.is_gone())
     in_use = os.fstat(peer.fd).st_blocks * 512
-    assert len(peer.maps) >= 25
+    assert len(peer.windows) >= 25
     del kept
     check_epoch(loader)
     assert os.fstat(peer.fd).st_blocks * 512 < in_use / 2
@@ -455,7 +455,7 @@ def test_shared_memory_in_flight_is_what_the_slots_say(lmdb_dataset: Dataset) ->
     size = os.fstat(peer.fd).st_size
     pages = -(-nbytes // 4096) * 4096
     assert (size - slots._CONTROL) % pages == 0
-    assert len(peer.maps) <= (size - slots._CONTROL) // pages <= 6
+    assert len(peer.windows) <= (size - slots._CONTROL) // pages <= 6
 
 
 def test_a_message_from_a_worker_that_is_gone_is_a_clear_error() -> None:
