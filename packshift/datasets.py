@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from packshift.batches import Batch, BatchSample, InlineTensor, place_for
 from packshift.errors import ImageError, NotAStoreError
-from packshift.preprocess import Preprocessing, load_record, parse_background, parse_size
+from packshift.preprocess import Lap, Preprocessing, load_record, no_lap, parse_background, parse_size
 from packshift.record import Names, StoreInfo
 from packshift.sources import AUTO, scan
 from packshift.stores._reader import Reader
@@ -285,10 +285,10 @@ class ImageFolderDataset(PictureDataset):
     def paths(self) -> Names:
         return self._listing.names
 
-    def _pixels(self, index: int) -> NDArray[np.uint8]:
+    def _pixels(self, index: int, lap: Lap = no_lap) -> NDArray[np.uint8]:
         sample = self._listing.sample(index)
         try:
-            record = load_record(self.root, sample, self._settings)
+            record = load_record(self.root, sample, self._settings, lap=lap)
         except ImageError as error:
             raise ImageError(f"{os.path.join(self.root, sample.name)}: {error}") from error
         return record.pixels if record.pixels.flags.writeable else record.pixels.copy()

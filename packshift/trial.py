@@ -16,7 +16,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,13 +26,12 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from packshift.carried import unpack
 from packshift.datasets import ImageFolderDataset, StoreDataset, open_dataset
-from packshift.errors import UsageError
 from packshift.isolation import Trial
 from packshift.loader import Loader
 from packshift.memory import Memory, memory_of, memory_of_all, tree_of
+from packshift.one_thread import OneThread, pass_over_pictures, pass_over_store, touch
 from packshift.pagecache import drop, resident_share
 
-PAGE = 4096
 _CHECKED_BATCHES = 2
 _MATMUL_SIDE = 512
 
@@ -48,7 +47,10 @@ class Result:
     the time in which the consumer worked. Worker memory is the mean over the workers; `total_mb` what the kernel cannot
     take back from all processes together, `shm_mb` the part of it that is shared memory. `checksum` is that of the
     first two batches' pixels. `resident_before` is the share of the data that was in the page cache when a cold trial
-    began, `limit_images_per_s` the machine's own limit where it was asked for.
+    began.
+
+    Where the limit was asked for, `limit_images_per_s` is that of one thread, and `read_ms`, `decode_ms` and `convert_ms`
+    are its milliseconds per picture (a store only reads; a cold trial, which reads from the page cache here, has none).
     """
 
     images_per_s: float
@@ -72,6 +74,9 @@ class Result:
     worker_pids: tuple[int, ...] = ()
     resident_before: float | None = None
     limit_images_per_s: float | None = None
+    read_ms: float | None = None
+    decode_ms: float | None = None
+    convert_ms: float | None = None
 
 
 class EndlessSampler(Sampler[int]):
@@ -120,23 +125,18 @@ def measure(trial: Trial) -> Result:
     if not trial.limit:
         return result
     del batches, timed  # ends workers and threads
-    return replace(result, limit_images_per_s=_limit(trial, dataset, EndlessSampler(count, trial.seed)))
+    alone = _one_thread(trial, dataset, iter(EndlessSampler(count, trial.seed)))
+    result = replace(result, limit_images_per_s=alone.images_per_s)
+    if trial.cold:
+        return result
+    return replace(result, read_ms=alone.read_ms, decode_ms=alone.decode_ms, convert_ms=alone.convert_ms)
 
 
-def _limit(trial: Trial, dataset: Dataset[Any], sampler: EndlessSampler) -> float:
-    """Images/s of one thread that does nothing but fetch pixels."""
+def _one_thread(trial: Trial, dataset: Dataset[Any], indices: Iterator[int]) -> OneThread:
     if isinstance(dataset, ImageFolderDataset):
-        batches: Iterator[torch.Tensor] = (dataset[index][0][None] for index in sampler)
-    else:
-        batches = _gathered(trial, dataset, sampler)
-    touch(next(batches))
-    images = 0
-    started = time.perf_counter()
-    while (seconds := time.perf_counter() - started) < trial.seconds or not images:
-        batch = next(batches)
-        touch(batch)
-        images += len(batch)
-    return images / seconds
+        return pass_over_pictures(dataset, indices, trial.seconds)
+    assert isinstance(dataset, StoreDataset)  # the caller's case; not a user's data
+    return pass_over_store(dataset, indices, trial.seconds, trial.batch_size)
 
 
 def _filling_s(trial: Trial, timed: _Timed) -> float:
@@ -297,26 +297,6 @@ def _batches(
             **workers,
         )
     )
-
-
-def _gathered(trial: Trial, dataset: Dataset[Any], sampler: EndlessSampler) -> Iterator[torch.Tensor]:
-    """Batches copied from the map of a store into one buffer, which is used again."""
-    torch.set_num_threads(1)
-    assert isinstance(dataset, StoreDataset)  # the caller's case; not a user's data
-    rows = dataset._rows
-    if rows is None:
-        raise UsageError(f"{trial.path}: its pictures are of different sizes, which make no batches")
-    indices = iter(sampler)
-    out = torch.empty((trial.batch_size, rows.shape[1]), dtype=rows.dtype)
-    while True:
-        positions = torch.tensor(list(islice(indices, trial.batch_size)))
-        yield torch.index_select(rows, 0, positions, out=out).view(torch.uint8)
-
-
-def touch(images: torch.Tensor) -> int:
-    """Read one byte of every page of a dense tensor; returns their sum, so that no one can skip it."""
-    flat = images.as_strided((images.numel(),), (1,))
-    return int(flat.view(torch.uint8)[::PAGE].sum())
 
 
 def _read(trial: Trial, batch: Any) -> tuple[int, int]:
