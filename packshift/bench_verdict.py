@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from packshift.bench_results import Row, Verdict
 from packshift.bench_sources import PICTURES, Prepared
 
 NOISE = 0.10
 """Speeds that differ by less than this share of the faster one count as equal."""
+
+_BUSY = 0.9  # share of the time from which on a consumer counts as busy all the time
 
 
 def verdict_of(rows: Sequence[Row], prepared: Prepared) -> Verdict | None:
@@ -86,17 +88,58 @@ def notes_on(rows: Sequence[Row], *, cold: bool, step: bool) -> Iterator[str]:
                 f"{row.format} {row.checksum}" for row in measured if row.num_workers == measured[0].num_workers
             )
         )
+    busiest = max((row.busy or 0.0 for row in measured), default=0.0) if step else 0.0
+    best_picture, best_store = _best_speeds(measured)
+    stay = 0.0 < best_store * (1 - NOISE) <= best_picture
+    if best_picture and best_store and not step:
+        yield from _what_stores_gain(measured, best_picture, best_store, stay=stay)
+    yield from _what_limits(measured, stay=stay, advice=busiest <= _BUSY)
+    if busiest > _BUSY:
+        yield "where the consumer is busy all the time, faster loading gains nothing"
+
+
+def _best_speeds(measured: Sequence[Row]) -> tuple[float, float]:
+    """Images/s of the fastest case of the pictures, and of the stores; 0 where there is none."""
+    pictures = [row.images_per_s or 0.0 for row in measured if row.format == PICTURES]
+    stores = [row.images_per_s or 0.0 for row in measured if row.format != PICTURES]
+    return max(pictures, default=0.0), max(stores, default=0.0)
+
+
+def _what_stores_gain(measured: Sequence[Row], best_picture: float, best_store: float, *, stay: bool) -> Iterator[str]:
     pictures = [row for row in measured if row.format == PICTURES]
-    stores = [row for row in measured if row.format != PICTURES]
-    if pictures and stores and not step:
-        best_picture = max(row.images_per_s or 0.0 for row in pictures)
-        best_store = max(row.images_per_s or 0.0 for row in stores)
+    if best_store <= best_picture * 1.5:
+        stores = "; stay with the pictures" if stay else ""
+        yield f"there is little to win: the pictures load about as fast as the stores{stores}"
+    elif not any(row.stages for row in pictures):
         share = max((row.limit_fraction or 0.0) for row in pictures)
-        if best_store > best_picture * 1.5:
-            yield f"decoding and resizing is what limits the pictures: they reach {share:.0%} of decoding alone"
-        else:
-            yield "there is little to win: the pictures load about as fast as the stores"
-    if step:
-        busiest = max(measured, key=lambda row: row.busy or 0.0, default=None)
-        if busiest is not None and (busiest.busy or 0.0) > 0.9:
-            yield "where the consumer is busy all the time, faster loading gains nothing"
+        yield f"decoding and resizing is what limits the pictures: they reach {share:.0%} of decoding alone"
+
+
+def _what_limits(measured: Sequence[Row], *, stay: bool, advice: bool) -> Iterator[str]:
+    """For each format whose time was split: the longest stage, and with `advice` what shortens it."""
+    for row in measured:
+        total = sum(row.stages.values())
+        if not total:
+            continue
+        shares = {stage: value / total for stage, value in row.stages.items()}
+        words, help = _pictures_limit(shares) if row.format == PICTURES else _stores_limit(shares)
+        told = advice and not (stay and row.format == PICTURES)
+        yield f"{row.format}: {words} of the time of a picture in one thread" + (f": {help}" if told else "")
+
+
+def _pictures_limit(shares: Mapping[str, float]) -> tuple[str, str]:
+    """What takes most of the time, with its share, and what shortens it."""
+    decode, convert = shares.get("decode", 0.0), shares.get("convert", 0.0)
+    read, transfer = shares.get("read", 0.0), shares.get("transfer", 0.0)
+    if decode + convert >= max(read, transfer):
+        return f"decoding is {decode:.0%} and converting {convert:.0%}", "a store saves both"
+    if read >= transfer:
+        return f"reading is {read:.0%}", "a store is one file, opened once"
+    return f"handing over is {transfer:.0%}", "a store hands over a batch in one piece"
+
+
+def _stores_limit(shares: Mapping[str, float]) -> tuple[str, str]:
+    read, transfer = shares.get("read", 0.0), shares.get("transfer", 0.0)
+    if read >= transfer:
+        return f"copying pixels is {read:.0%}", "smaller pictures (--size) are copied faster"
+    return f"handing over is {transfer:.0%}", "larger batches (--batch-size) have less of it"

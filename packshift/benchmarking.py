@@ -47,6 +47,10 @@ _MEASURED = (
     "shm_mb",
     "total_mb",
     "resident_before",
+    "read_ms",
+    "decode_ms",
+    "convert_ms",
+    "transfer_ms",
 )
 
 _SHARING = ("worker_rss_mb", "worker_pss_mb", "worker_uss_mb", "main_rss_mb", "main_pss_mb", "main_uss_mb")

@@ -256,6 +256,8 @@ class ImageFolderDataset(PictureDataset):
     read; a store would have left it out, so with such pictures the indices of the two differ.
     """
 
+    _lap: Lap = staticmethod(no_lap)
+
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -285,13 +287,16 @@ class ImageFolderDataset(PictureDataset):
     def paths(self) -> Names:
         return self._listing.names
 
-    def _pixels(self, index: int, lap: Lap = no_lap) -> NDArray[np.uint8]:
+    def _pixels(self, index: int) -> NDArray[np.uint8]:
+        self._lap("start")
         sample = self._listing.sample(index)
         try:
-            record = load_record(self.root, sample, self._settings, lap=lap)
+            record = load_record(self.root, sample, self._settings, lap=self._lap)
         except ImageError as error:
             raise ImageError(f"{os.path.join(self.root, sample.name)}: {error}") from error
-        return record.pixels if record.pixels.flags.writeable else record.pixels.copy()
+        pixels = record.pixels if record.pixels.flags.writeable else record.pixels.copy()
+        self._lap("convert")
+        return pixels
 
     def close(self) -> None:
         """Nothing is kept open; here so that datasets can be exchanged for each other."""

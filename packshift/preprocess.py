@@ -195,7 +195,7 @@ def parse_background(colour: str | tuple[int, int, int] | None) -> tuple[int, in
 
 
 Lap = Callable[[str], None]
-"""Called with the name of a stage when it is over: "read", "decode", then "convert", once each for a whole picture."""
+"""Called with the name of a stage when it is over."""
 
 
 def no_lap(stage: str) -> None:
@@ -206,7 +206,7 @@ _NOT_THE_FILES_FAULT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 def load_record(root: str, sample: Sample, settings: Preprocessing, *, lap: Lap = no_lap) -> Record:
-    """Read, decode and preprocess one picture under `root`; `lap` hears of each stage.
+    """Read, decode and preprocess one picture under `root`; `lap` hears when "read" and "decode" are over.
 
     Raises ImageError where the file is at fault; where the process is (no memory, too many open files), MemoryError or
     SourceError, which must end a conversion: another run would give another store.
@@ -262,7 +262,7 @@ def make_record(
         raise ImageError(_reason(data, error)) from error
     if settings.size is not None and _enlarges(height, width, settings):
         notes.append("enlarged")
-    record = Record(
+    return Record(
         name=sample.name,
         label=sample.label,
         pixels=pixels,
@@ -272,8 +272,6 @@ def make_record(
         original_size=(height, width),
         notes=tuple(notes),
     )
-    lap("convert")
-    return record
 
 
 def _decode(data: bytes, settings: Preprocessing, lap: Lap) -> tuple[Picture, tuple[int, int], list[str]]:

@@ -49,8 +49,8 @@ class Result:
     first two batches' pixels. `resident_before` is the share of the data that was in the page cache when a cold trial
     began.
 
-    Where the limit was asked for, `limit_images_per_s` is that of one thread, and `read_ms`, `decode_ms` and `convert_ms`
-    are its milliseconds per picture (a store only reads; a cold trial, which reads from the page cache here, has none).
+    Where the limit was asked for, `limit_images_per_s` is that of one thread, and `read_ms`, `decode_ms`, `convert_ms`,
+    `transfer_ms` are those of `OneThread`; a cold trial has none, since all that is measured with a warm page cache.
     """
 
     images_per_s: float
@@ -77,6 +77,7 @@ class Result:
     read_ms: float | None = None
     decode_ms: float | None = None
     convert_ms: float | None = None
+    transfer_ms: float | None = None
 
 
 class EndlessSampler(Sampler[int]):
@@ -125,18 +126,17 @@ def measure(trial: Trial) -> Result:
     if not trial.limit:
         return result
     del batches, timed  # ends workers and threads
-    alone = _one_thread(trial, dataset, iter(EndlessSampler(count, trial.seed)))
-    result = replace(result, limit_images_per_s=alone.images_per_s)
+    alone = _one_thread(trial, dataset, EndlessSampler(count, trial.seed))
     if trial.cold:
-        return result
-    return replace(result, read_ms=alone.read_ms, decode_ms=alone.decode_ms, convert_ms=alone.convert_ms)
+        return replace(result, limit_images_per_s=alone.limit_images_per_s)
+    return replace(result, **asdict(alone))
 
 
-def _one_thread(trial: Trial, dataset: Dataset[Any], indices: Iterator[int]) -> OneThread:
+def _one_thread(trial: Trial, dataset: Dataset[Any], order: EndlessSampler) -> OneThread:
     if isinstance(dataset, ImageFolderDataset):
-        return pass_over_pictures(dataset, indices, trial.seconds)
+        return pass_over_pictures(dataset, order, trial.seconds, trial.batch_size)
     assert isinstance(dataset, StoreDataset)  # the caller's case; not a user's data
-    return pass_over_store(dataset, indices, trial.seconds, trial.batch_size)
+    return pass_over_store(dataset, order, trial.seconds, trial.batch_size)
 
 
 def _filling_s(trial: Trial, timed: _Timed) -> float:
