@@ -31,6 +31,9 @@ class Row:
     In the first case of each format, `read_ms`, `decode_ms`, `convert_ms` and `transfer_ms` say where the milliseconds of
     one picture go in one thread of a DataLoader without workers: transfer is what comes on top of the pixels. A store
     does not decode or convert (None). Not measured in `cold` cases.
+
+    `growth_mb_per_1k` is how much more of `total_mb` there is after 1,000 pictures of the timed part, `growth_mb` the
+    least growth from beginning to end of it in any run: what a single run grows by is mostly noise. Not in `cold` cases.
     """
 
     format: str
@@ -66,6 +69,8 @@ class Row:
     decode_ms: float | None = None
     convert_ms: float | None = None
     transfer_ms: float | None = None
+    growth_mb: float | None = None
+    growth_mb_per_1k: float | None = None
     checksum: str | None = None
 
     @property

@@ -6,11 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from packshift.bench_results import Row, Verdict
 from packshift.bench_sources import PICTURES, Prepared
+from packshift.text import counted, human_bytes
 
 NOISE = 0.10
 """Speeds that differ by less than this share of the faster one count as equal."""
 
 _BUSY = 0.9  # share of the time from which on a consumer counts as busy all the time
+
+_PICTURES_NOISE_MB, _STORE_NOISE_MB = 64.0, 4.0
+"""By how much memory of a process that leaks nothing grows in a short run. Decoders' buffers are of all sizes: photos of 10
+megapixels left up to 40 MB behind in one process, pictures of 500 x 375 up to 6 MB, stores less than 1 MB."""
+
+_BATCH_NOISE = 2
+"""How many more batches of each worker can be on their way at the end than at the beginning: seen were 1.4 for two."""
 
 
 def verdict_of(rows: Sequence[Row], prepared: Prepared) -> Verdict | None:
@@ -96,6 +104,28 @@ def notes_on(rows: Sequence[Row], *, cold: bool, step: bool) -> Iterator[str]:
     yield from _what_limits(measured, stay=stay, advice=busiest <= _BUSY)
     if busiest > _BUSY:
         yield "where the consumer is busy all the time, faster loading gains nothing"
+
+
+def notes_on_growth(rows: Sequence[Row], source_images: int) -> Iterator[str]:
+    """A warning where memory grew by more than noise in every run, for the case where it grows most per picture."""
+    growing = [row for row in rows if row.growth_mb is not None and row.growth_mb > growth_noise_mb(row)]
+    if not growing:
+        return
+    worst = max(growing, key=lambda row: row.growth_mb_per_1k or 0.0)
+    slope = worst.growth_mb_per_1k or 0.0
+    others = f" (and {counted(len(growing) - 1, 'other case')})" if len(growing) > 1 else ""
+    yield (
+        f"memory grows with {_name(worst)}{others}: {slope:,.1f} MB per 1,000 pictures, which over an epoch of "
+        f"{source_images:,} pictures would be {human_bytes(slope * source_images * 1000)}; a longer run (--seconds, "
+        "--epochs) tells whether it goes on"
+    )
+
+
+def growth_noise_mb(row: Row) -> float:
+    """MB by which the memory of a healthy case may grow in a short run: of each process, and of batches on their way."""
+    process = _PICTURES_NOISE_MB if row.format == PICTURES else _STORE_NOISE_MB
+    batch = (row.mb_per_s or 0.0) / row.batches_per_s if row.batches_per_s else 0.0
+    return process * (1 + _processes(row)) + _BATCH_NOISE * batch * row.num_workers
 
 
 def _best_speeds(measured: Sequence[Row]) -> tuple[float, float]:

@@ -49,6 +49,8 @@ class Result:
     first two batches' pixels. `resident_before` is the share of the data that was in the page cache when a cold trial
     began.
 
+    `growth_mb` is how much more the kernel cannot take back after the timed part than before it, where that was asked
+    for, `growth_mb_per_1k` the same per 1,000 pictures; a cold trial, which times the start of the workers, has neither.
     Where the limit was asked for, `limit_images_per_s` is that of one thread, and `read_ms`, `decode_ms`, `convert_ms`,
     `transfer_ms` are those of `OneThread`; a cold trial has none, since all that is measured with a warm page cache.
     """
@@ -73,6 +75,8 @@ class Result:
     checksum: str
     worker_pids: tuple[int, ...] = ()
     resident_before: float | None = None
+    growth_mb: float | None = None
+    growth_mb_per_1k: float | None = None
     limit_images_per_s: float | None = None
     read_ms: float | None = None
     decode_ms: float | None = None
@@ -120,9 +124,13 @@ def measure(trial: Trial) -> Result:
     batches = _batches(trial, dataset, EndlessSampler(count, trial.seed), users.collate_fn if users else None)
     step = _step(trial) if users is None or users.step is None else _timing(users.step)
     warm_up = _warm_up(trial, batches, step, started)
+    before = _look(trial, batches, step, warm_up) if trial.growth and not trial.cold else None
     timed = _timed(trial, batches, step, warm_up, -(-count // trial.batch_size))
+    grown = None if before is None else (_unreclaimable() - before.nbytes, before.images + timed.images)
     time.sleep(0.05 + (_filling_s(trial, timed) if trial.fill else 0.0))  # what is held then is held in training
     result = _result(timed, warm_up, resident)
+    if grown is not None:
+        result = replace(result, growth_mb=grown[0] / 1e6, growth_mb_per_1k=grown[0] / 1e3 / grown[1])
     if not trial.limit:
         return result
     del batches, timed  # ends workers and threads
@@ -164,6 +172,8 @@ class _WarmUp:
     started: float
     first_batch_s: float = 0.0
     checksum: int = 0
+    held: Any = None
+    """The last batch, held until the next one is there, as in the timed part."""
 
 
 def _warm_up(trial: Trial, batches: Iterator[Any], step: Step, started: float) -> _WarmUp:
@@ -172,7 +182,7 @@ def _warm_up(trial: Trial, batches: Iterator[Any], step: Step, started: float) -
         return warm_up
     ahead = max(1, trial.num_workers) * ((trial.prefetch_factor or 2) + 1)  # these must not count as loaded in time
     for number in range(max(_CHECKED_BATCHES, ahead)):
-        batch = next(batches)
+        batch = warm_up.held = next(batches)
         if number == 0:
             warm_up.first_batch_s = time.perf_counter() - started
         if number < _CHECKED_BATCHES and trial.carried is None:
@@ -180,6 +190,32 @@ def _warm_up(trial: Trial, batches: Iterator[Any], step: Step, started: float) -
         _read(trial, batch)
         step(batch)
     return warm_up
+
+
+@dataclass(frozen=True)
+class _Before:
+    """Bytes that the kernel could not take back before the timed part, and the pictures that came between."""
+
+    nbytes: int
+    images: int
+
+
+def _look(trial: Trial, batches: Iterator[Any], step: Step, warm_up: _WarmUp) -> _Before:
+    """Look at memory, then take what workers made in the meantime: that must not count as loaded in time."""
+    started = time.perf_counter()
+    nbytes = _unreclaimable()
+    looked = time.perf_counter()
+    images = 0
+    while trial.num_workers and (not images or time.perf_counter() - looked < looked - started):
+        for _ in range(trial.num_workers):
+            warm_up.held = next(batches)
+            images += _read(trial, warm_up.held)[0]
+            step(warm_up.held)
+    return _Before(nbytes, images)
+
+
+def _unreclaimable() -> int:
+    return memory_of_all(tree_of(os.getpid())).unreclaimable
 
 
 def _checksum(images: torch.Tensor, value: int) -> int:
@@ -203,7 +239,8 @@ class _Timed:
 
 def _timed(trial: Trial, batches: Iterator[Any], step: Step, warm_up: _WarmUp, epoch: int) -> _Timed:
     """Whole rounds of all workers until `seconds` have passed and `batches` were taken; a cold trial one epoch."""
-    timed = _Timed()
+    timed = _Timed(held=warm_up.held)
+    warm_up.held = None
     a_round = max(1, trial.num_workers)
     least_batches = epoch if trial.cold else trial.batches or 0
     seconds = 0.0 if trial.cold else trial.seconds

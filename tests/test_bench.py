@@ -8,9 +8,9 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,18 +32,19 @@ from packshift import (
     one_thread,
     open_dataset,
     preprocess,
+    trial,
 )
 from packshift.bench_html import bench_html
 from packshift.bench_report import bench_text
 from packshift.bench_results import Row
 from packshift.bench_sources import Place, Prepared
-from packshift.bench_verdict import notes_on, verdict_of
+from packshift.bench_verdict import growth_noise_mb, notes_on, notes_on_growth, verdict_of
 from packshift.benchmarking import default_num_workers
 from packshift.errors import PackshiftError, SourceError, UsageError
-from packshift.isolation import Trial, run_trial
+from packshift.isolation import LOADERS, Trial, run_trial
 from packshift.one_thread import OneThread, pass_over_pictures, pass_over_store
 from packshift.pagecache import drop, resident_share, warm
-from packshift.trial import EndlessSampler
+from packshift.trial import EndlessSampler, measure
 
 QUICK = {"repeats": 1, "seconds": 0.05, "num_workers": [0], "batch_size": 4, "size": 32}
 
@@ -250,6 +251,99 @@ class TestWhereTheTimeGoes:
         assert "Where the time goes" not in bench_html(make_bench())
 
 
+class TestGrowth:
+    """Memory that a longer run would run out of is seen in a short one, as far as it is more than noise."""
+
+    def grown(self, folder: Path, monkeypatch: pytest.MonkeyPatch, loader: str, leak: int) -> trial.Result:
+        kept = []
+
+        def keep(image: torch.Tensor) -> torch.Tensor:
+            kept.append(np.ones(leak, np.uint8))
+            return image
+
+        dataset = ImageFolderDataset(folder, size=32, transform=keep)
+        monkeypatch.setattr(trial, "open_trial_dataset", lambda told: dataset)
+        told = Trial(str(folder), loader, batch_size=4, num_workers=int(loader == "threads"), growth=True)
+        return measure(replace(told, seconds=0.001, batches=6))
+
+    @pytest.mark.parametrize("loader", LOADERS)
+    def test_a_leak(self, folder: Path, monkeypatch: pytest.MonkeyPatch, loader: str) -> None:
+        found = self.grown(folder, monkeypatch, loader, leak=2_000_000)
+        assert found.growth_mb is not None
+        assert found.growth_mb > 30
+        assert found.growth_mb_per_1k == pytest.approx(2000, rel=0.5)  # threads leak ahead
+
+    def test_no_leak(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = self.grown(folder, monkeypatch, "dataloader", leak=0)
+        assert found.growth_mb is not None
+        assert abs(found.growth_mb) < growth_noise_mb(made_row("lmdb", 0, 1))
+
+    def test_is_not_looked_for_unless_asked(self, folder: Path) -> None:
+        assert measure(Trial(str(folder), batch_size=4, size=(32, 32), seconds=0.001)).growth_mb is None
+
+    @pytest.mark.parametrize(("workers", "taken"), [(0, 0), (3, 9)])
+    def test_what_workers_make_while_memory_is_looked_at_does_not_count(
+        self, monkeypatch: pytest.MonkeyPatch, workers: int, taken: int
+    ) -> None:
+        clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+
+        def look() -> int:
+            clock.now += 1.0
+            return 7
+
+        def batches() -> Iterator[list[torch.Tensor]]:
+            while True:
+                clock.now += 0.125
+                yield [torch.zeros(2, 3, 8, 8, dtype=torch.uint8)]
+
+        monkeypatch.setattr(trial, "time", clock)
+        monkeypatch.setattr(trial, "_unreclaimable", look)
+        told = Trial("", num_workers=workers, growth=True)
+        assert trial._look(told, batches(), lambda batch: 0.0, trial._WarmUp(0.0)) == trial._Before(7, 2 * taken)
+
+    def test_a_case_has_its_least_growth(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(benchmarking, "trial_process", FakeProcesses().start)
+        found = bench(folder, formats=["jpeg"], **{**QUICK, "repeats": 3})
+        (row,) = found.rows
+        assert (row.growth_mb, row.growth_mb_per_1k) == (1.0, 2.0)
+
+    def test_a_warning_says_what_an_epoch_would_take(self) -> None:
+        figures = {"mb_per_s": 196.6, "batches_per_s": 15.625}  # 12.6 MB a batch
+        quiet = made_row("lmdb", 2, 1000, growth_mb=62.0, growth_mb_per_1k=62.0, **figures)
+        assert growth_noise_mb(quiet) == pytest.approx(3 * 4 + 2 * 2 * 12.58, rel=0.01)
+        pictures = made_row("jpeg", 2, 1000, growth_mb=240.0, growth_mb_per_1k=240.0, **figures)
+        failed = made_row("lmdb", 4, None)
+        assert not list(notes_on_growth([quiet, pictures, failed], 1_281_167))
+        loud = made_row("lmdb", 0, 1000, growth_mb=20.0, growth_mb_per_1k=10.0, **figures)
+        (note,) = notes_on_growth([quiet, loud, failed], 1_281_167)
+        assert note == (
+            "memory grows with lmdb, dataloader, 0 workers: 10.0 MB per 1,000 pictures, which over an epoch of 1,281,167 "
+            "pictures would be 12.8 GB; a longer run (--seconds, --epochs) tells whether it goes on"
+        )
+        louder = made_row("jpeg", 2, 1000, growth_mb=250.0, growth_mb_per_1k=250.0, **figures)
+        (note,) = notes_on_growth([loud, louder], 1000)
+        assert note.startswith("memory grows with jpeg, dataloader, 2 workers (and 1 other case): 250.0 MB per 1,000")
+
+    def test_it_is_among_the_notes(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        processes = FakeProcesses(growth_mb=500.0)
+        monkeypatch.setattr(benchmarking, "trial_process", processes.start)
+        found = bench(folder, formats=["jpeg"], **QUICK)
+        assert any(note.startswith("memory grows with jpeg") and "of 12 pictures" in note for note in found.notes)
+        assert all(trial.growth for _, trial in processes.log)
+
+
+class TestEpochs:
+    def test_a_run_takes_that_many_passes_at_least(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        processes = FakeProcesses()
+        monkeypatch.setattr(benchmarking, "trial_process", processes.start)
+        found = bench(folder, formats=["jpeg"], epochs=3, **{**QUICK, "batch_size": 5})
+        ((_, told),) = processes.log
+        assert told.batches == 8  # 36 pictures
+        assert found.settings["epochs"] == 3
+        assert benchmarking._timeout(told) >= benchmarking._timeout(replace(told, batches=None)) + 36 / 5
+        assert measure(replace(told, seconds=0.001, limit=False, growth=False)).images == 40
+
+
 DELAY = 0.05
 
 
@@ -355,6 +449,7 @@ class FakeProcesses:
     """Trial processes that measure nothing; `alive` are those that have not ended, `log` which of how many ran what."""
 
     dies: str = "none"
+    growth_mb: float | None = None
     alive: list[object] = field(default_factory=list)
     log: list[tuple[int, Trial]] = field(default_factory=list)
 
@@ -373,7 +468,8 @@ class FakeProcesses:
         self.alive.pop()
         if trial.path.endswith(self.dies):
             return isolation.Ended(None, "killed by SIGKILL: DataLoader worker is killed by signal: Bus error", None)
-        figures = dict.fromkeys(benchmarking._MEASURED, float(len(self.log)))
+        number = float(len(self.log))
+        figures = {**dict.fromkeys(benchmarking._MEASURED, number), "growth_mb": self.growth_mb or number}
         return isolation.Ended(
             {**figures, "limit_images_per_s": 1.0 if trial.limit else None, "checksum": "0"}, None, 0
         )
@@ -491,6 +587,8 @@ class TestBadInput:
             ({"batch_size": 0}, "batch_size 0"),
             ({"seconds": 0}, "seconds 0: expected a number above 0"),
             ({"size": None}, "size none: pictures of different sizes make no batches"),
+            ({"epochs": 0}, "epochs 0"),
+            ({"epochs": 2, "cold": True}, "epochs and cold exclude each other"),
             ({"step_ms": 1, "step_matmul": 1}, "exclude each other"),
         ],
     )
@@ -519,7 +617,7 @@ class TestBadInput:
 def test_the_command(folder: Path, tmp_path: Path) -> None:
     files = {name: tmp_path / f"out.{name}" for name in ("json", "csv")}
     words = ["bench", folder, "--formats", "jpeg,lmdb", "--num-workers", "0", "--repeats", "1", "--seconds", "0.05"]
-    words += ["--size", "32", "--batch-size", "4", "--json", files["json"], "--csv", files["csv"]]
+    words += ["--epochs", "2", "--size", "32", "--batch-size", "4", "--json", files["json"], "--csv", files["csv"]]
     result = CliRunner().invoke(cli.main, [str(word) for word in words])
     assert result.exit_code == 0, result.output
     assert "jpeg" in result.stdout
@@ -550,7 +648,10 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
         "decode_ms",
         "convert_ms",
         "transfer_ms",
+        "growth_mb_per_1k",
     ]
     assert all(set(needed) <= set(row) for row in found["rows"])
+    assert all(row["growth_mb"] is not None for row in found["rows"])
+    assert found["settings"]["epochs"] == 2
     assert {"cpu", "cpus_allowed", "memory_mb", "memory_limit_mb", "shm_mb", "kernel", "torch"} <= set(found["machine"])
     assert len(files["csv"].read_text().splitlines()) == 3
