@@ -165,11 +165,11 @@ def _pictures_limit(shares: Mapping[str, float]) -> tuple[str, str]:
         return f"decoding is {decode:.0%} and converting {convert:.0%}", "a store saves both"
     if read >= transfer:
         return f"reading is {read:.0%}", "a store is one file, opened once"
-    return f"handing over is {transfer:.0%}", "a store hands over a batch in one piece"
+    return f"transfer is {transfer:.0%}", "a store hands over a batch in one piece"
 
 
 def _stores_limit(shares: Mapping[str, float]) -> tuple[str, str]:
     read, transfer = shares.get("read", 0.0), shares.get("transfer", 0.0)
     if read >= transfer:
-        return f"copying pixels is {read:.0%}", "smaller pictures (--size) are copied faster"
-    return f"handing over is {transfer:.0%}", "larger batches (--batch-size) have less of it"
+        return f"reading is {read:.0%}", "smaller pictures (--size) are copied faster"
+    return f"transfer is {transfer:.0%}", "larger batches (--batch-size) have less of it"

@@ -128,17 +128,17 @@ class TestVerdict:
             (
                 "jpeg",
                 (0.1, 0.1, 0.2, 0.6),
-                "jpeg: handing over is 60% of the time of a picture in one thread: a store hands",
+                "jpeg: transfer is 60% of the time of a picture in one thread: a store hands",
             ),
             (
                 "lmdb",
                 (0.3, None, None, 0.1),
-                "lmdb: copying pixels is 75% of the time of a picture in one thread: smaller",
+                "lmdb: reading is 75% of the time of a picture in one thread: smaller",
             ),
             (
                 "lmdb",
                 (0.1, None, None, 0.3),
-                "lmdb: handing over is 75% of the time of a picture in one thread: larger",
+                "lmdb: transfer is 75% of the time of a picture in one thread: larger",
             ),
         ],
     )
