@@ -17,6 +17,9 @@ from packshift.bench_words import (
     MEMORY_COLUMNS,
     MEMORY_COLUMNS_EXPLAINED,
     SPEED_COLUMNS,
+    STAGES_EXPLAINED,
+    STAGES_HEAD,
+    STAGES_TITLE,
     Column,
     best_rows,
     case_text,
@@ -27,6 +30,7 @@ from packshift.bench_words import (
     setting_texts,
     size_text,
     sizes,
+    stage_lines,
     verdict_texts,
 )
 from packshift.text import counted, printable
@@ -108,6 +112,10 @@ def _body(bench: Bench) -> Iterator[str]:
     if (consumer := consumer_text(bench.settings)) and measured:
         yield f"<h2>{_escaped(f'With {consumer}')}</h2>"
         yield from _cases("With a consumer", CONSUMER_COLUMNS, bench, measured)
+    if stages := list(stage_lines(measured)):
+        yield f"<h2>{STAGES_TITLE[0].upper()}{STAGES_TITLE[1:]}</h2>"
+        yield _paragraph(STAGES_EXPLAINED, "about")
+        yield from _stages(stages)
     yield "<h2>On disk</h2>"
     yield from _sizes(bench)
     if notes := note_texts(bench):
@@ -187,6 +195,18 @@ def _sizes(bench: Bench) -> Iterator[str]:
     for size in sizes(bench.rows):
         made = f'<td class="text">{size.making(bench.images)}</td>'
         yield f'<tr><th scope="row">{_escaped(size.format)}</th><td>{size_text(size)}</td>{made}</tr>'
+    yield "</tbody>"
+    yield "</table>"
+    yield "</div>"
+
+
+def _stages(lines: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    yield f'<div class="scroll" role="region" aria-label="{STAGES_TITLE}" tabindex="0">'
+    yield "<table>"
+    yield "<thead><tr>" + "".join(f'<th scope="col">{name}</th>' for name in STAGES_HEAD) + "</tr></thead>"
+    yield "<tbody>"
+    for name, *figures in lines:
+        yield f'<tr><th scope="row">{_escaped(name)}</th>' + "".join(f"<td>{text}</td>" for text in figures) + "</tr>"
     yield "</tbody>"
     yield "</table>"
     yield "</div>"

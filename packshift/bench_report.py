@@ -19,6 +19,9 @@ from packshift.bench_words import (
     MEMORY_COLUMNS,
     MEMORY_COLUMNS_EXPLAINED,
     SPEED_COLUMNS,
+    STAGES_EXPLAINED,
+    STAGES_HEAD,
+    STAGES_TITLE,
     Column,
     best_rows,
     consumer_text,
@@ -28,6 +31,7 @@ from packshift.bench_words import (
     setting_texts,
     size_text,
     sizes,
+    stage_lines,
     verdict_texts,
 )
 from packshift.text import counted, printable
@@ -80,6 +84,8 @@ class _Page:
         machine = "; ".join(f"{name} {text}" for name, text in setting_texts(bench.machine))
         yield self._wrapped(f"packshift bench: {heading_text(bench)}") + self._wrapped(machine)
         yield [self._title("speed"), *self._table(SPEED_COLUMNS, bench.rows, bars=True)]
+        if stages := list(stage_lines(measured)):
+            yield [self._title(STAGES_TITLE), *_stage_table(stages), *self._wrapped(STAGES_EXPLAINED)]
         if any(column.value(row) is not None for row in measured for column in MEMORY_COLUMNS):
             table = self._table(MEMORY_COLUMNS, measured)
             yield [self._title("memory, MB"), *table, *self._wrapped(MEMORY_COLUMNS_EXPLAINED)]
@@ -138,6 +144,15 @@ class _Page:
 
     def _wrapped(self, text: str) -> list[str]:
         return textwrap.wrap(text, self.width, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _stage_table(lines: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    cells = [STAGES_HEAD, *((_name(line[0]), *line[1:]) for line in lines)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for name, *figures in cells:
+        yield _GAP.join(
+            [f"  {name:<{widths[0]}}", *(f"{text:>{width}}" for text, width in zip(figures, widths[1:], strict=True))]
+        )
 
 
 class _Aligned:

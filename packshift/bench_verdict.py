@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from packshift.bench_results import Row, Verdict
 from packshift.bench_sources import PICTURES, Prepared
+from packshift.text import counted, human_bytes
 
 NOISE = 0.10
 """Speeds that differ by less than this share of the faster one count as equal."""
+
+_BUSY = 0.9  # share of the time from which on a consumer counts as busy all the time
+
+_PICTURES_NOISE_MB, _STORE_NOISE_MB = 64.0, 4.0
+"""By how much memory of a process that leaks nothing grows in a short run. Decoders' buffers are of all sizes: photos of 10
+megapixels left up to 40 MB behind in one process, pictures of 500 x 375 up to 6 MB, stores less than 1 MB."""
+
+_BATCH_NOISE = 2
+"""How many more batches of each worker can be on their way at the end than at the beginning: seen were 1.4 for two."""
 
 
 def verdict_of(rows: Sequence[Row], prepared: Prepared) -> Verdict | None:
@@ -86,17 +96,80 @@ def notes_on(rows: Sequence[Row], *, cold: bool, step: bool) -> Iterator[str]:
                 f"{row.format} {row.checksum}" for row in measured if row.num_workers == measured[0].num_workers
             )
         )
+    busiest = max((row.busy or 0.0 for row in measured), default=0.0) if step else 0.0
+    best_picture, best_store = _best_speeds(measured)
+    stay = 0.0 < best_store * (1 - NOISE) <= best_picture
+    if best_picture and best_store and not step:
+        yield from _what_stores_gain(measured, best_picture, best_store, stay=stay)
+    yield from _what_limits(measured, stay=stay, advice=busiest <= _BUSY)
+    if busiest > _BUSY:
+        yield "where the consumer is busy all the time, faster loading gains nothing"
+
+
+def notes_on_growth(rows: Sequence[Row], source_images: int) -> Iterator[str]:
+    """A warning where memory grew by more than noise in every run, for the case where it grows most per picture."""
+    growing = [row for row in rows if row.growth_mb is not None and row.growth_mb > growth_noise_mb(row)]
+    if not growing:
+        return
+    worst = max(growing, key=lambda row: row.growth_mb_per_1k or 0.0)
+    slope = worst.growth_mb_per_1k or 0.0
+    others = f" (and {counted(len(growing) - 1, 'other case')})" if len(growing) > 1 else ""
+    yield (
+        f"memory grows with {_name(worst)}{others}: {slope:,.1f} MB per 1,000 pictures, which over an epoch of "
+        f"{source_images:,} pictures would be {human_bytes(slope * source_images * 1000)}; a longer run (--seconds, "
+        "--epochs) tells whether it goes on"
+    )
+
+
+def growth_noise_mb(row: Row) -> float:
+    """MB by which the memory of a healthy case may grow in a short run: of each process, and of batches on their way."""
+    process = _PICTURES_NOISE_MB if row.format == PICTURES else _STORE_NOISE_MB
+    batch = (row.mb_per_s or 0.0) / row.batches_per_s if row.batches_per_s else 0.0
+    return process * (1 + _processes(row)) + _BATCH_NOISE * batch * row.num_workers
+
+
+def _best_speeds(measured: Sequence[Row]) -> tuple[float, float]:
+    """Images/s of the fastest case of the pictures, and of the stores; 0 where there is none."""
+    pictures = [row.images_per_s or 0.0 for row in measured if row.format == PICTURES]
+    stores = [row.images_per_s or 0.0 for row in measured if row.format != PICTURES]
+    return max(pictures, default=0.0), max(stores, default=0.0)
+
+
+def _what_stores_gain(measured: Sequence[Row], best_picture: float, best_store: float, *, stay: bool) -> Iterator[str]:
     pictures = [row for row in measured if row.format == PICTURES]
-    stores = [row for row in measured if row.format != PICTURES]
-    if pictures and stores and not step:
-        best_picture = max(row.images_per_s or 0.0 for row in pictures)
-        best_store = max(row.images_per_s or 0.0 for row in stores)
+    if best_store <= best_picture * 1.5:
+        stores = "; stay with the pictures" if stay else ""
+        yield f"there is little to win: the pictures load about as fast as the stores{stores}"
+    elif not any(row.stages for row in pictures):
         share = max((row.limit_fraction or 0.0) for row in pictures)
-        if best_store > best_picture * 1.5:
-            yield f"decoding and resizing is what limits the pictures: they reach {share:.0%} of decoding alone"
-        else:
-            yield "there is little to win: the pictures load about as fast as the stores"
-    if step:
-        busiest = max(measured, key=lambda row: row.busy or 0.0, default=None)
-        if busiest is not None and (busiest.busy or 0.0) > 0.9:
-            yield "where the consumer is busy all the time, faster loading gains nothing"
+        yield f"decoding and resizing is what limits the pictures: they reach {share:.0%} of decoding alone"
+
+
+def _what_limits(measured: Sequence[Row], *, stay: bool, advice: bool) -> Iterator[str]:
+    """For each format whose time was split: the longest stage, and with `advice` what shortens it."""
+    for row in measured:
+        total = sum(row.stages.values())
+        if not total:
+            continue
+        shares = {stage: value / total for stage, value in row.stages.items()}
+        words, help = _pictures_limit(shares) if row.format == PICTURES else _stores_limit(shares)
+        told = advice and not (stay and row.format == PICTURES)
+        yield f"{row.format}: {words} of the time of a picture in one thread" + (f": {help}" if told else "")
+
+
+def _pictures_limit(shares: Mapping[str, float]) -> tuple[str, str]:
+    """What takes most of the time, with its share, and what shortens it."""
+    decode, convert = shares.get("decode", 0.0), shares.get("convert", 0.0)
+    read, transfer = shares.get("read", 0.0), shares.get("transfer", 0.0)
+    if decode + convert >= max(read, transfer):
+        return f"decoding is {decode:.0%} and converting {convert:.0%}", "a store saves both"
+    if read >= transfer:
+        return f"reading is {read:.0%}", "a store is one file, opened once"
+    return f"transfer is {transfer:.0%}", "a store hands over a batch in one piece"
+
+
+def _stores_limit(shares: Mapping[str, float]) -> tuple[str, str]:
+    read, transfer = shares.get("read", 0.0), shares.get("transfer", 0.0)
+    if read >= transfer:
+        return f"reading is {read:.0%}", "smaller pictures (--size) are copied faster"
+    return f"transfer is {transfer:.0%}", "larger batches (--batch-size) have less of it"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from packshift.bench_results import Bench, Row
+from packshift.bench_results import STAGES, Bench, Row
 from packshift.text import counted, human_bytes, human_time, printable
 
 PICTURES = "jpeg"  # the format of those who read the pictures themselves
@@ -95,6 +95,26 @@ def best_rows(column: Column, rows: Sequence[Row]) -> list[Row]:
             best = column.best(value for row in measured if (value := column.value(row)) is not None)
             found += [row for row in measured if column.text(row) == column.show(best)]
     return found
+
+
+STAGES_TITLE = "where the time goes, ms per picture, one thread"
+STAGES_EXPLAINED = (
+    "read: bytes of the file, or pixels of the store, from the page cache; convert: orientation, RGB, scaling, cutting; "
+    "transfer: what a DataLoader with num_workers=0 adds."
+)
+STAGES_HEAD = ("format", *STAGES, "in all")
+
+
+def stage_lines(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    """Cells under STAGES_HEAD for each format whose time was split: milliseconds, each stage with its share."""
+    for row in rows:
+        total = sum(row.stages.values())
+        if total:
+            yield printable(row.format), *(_stage(row.stages.get(name), total) for name in STAGES), number(total)
+
+
+def _stage(milliseconds: float | None, total: float) -> str:
+    return "-" if milliseconds is None else f"{number(milliseconds)} ({milliseconds / total:.0%})"
 
 
 def case_text(row: Row) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 from packshift.arguments import at_least_one
 from packshift.bench_results import Bench, Row
 from packshift.bench_sources import PICTURES, Place, Prepared, prepare
-from packshift.bench_verdict import notes_on, verdict_of
+from packshift.bench_verdict import notes_on, notes_on_growth, verdict_of
 from packshift.errors import UsageError
 from packshift.isolation import LOADERS, Ended, Trial, trial_process
 from packshift.machine import usable_cpus
@@ -31,6 +31,7 @@ from packshift.preprocess import parse_size
 from packshift.stores import format_names
 
 _START_TIMEOUT = 120.0  # seconds beyond what is measured: imports, starting workers, a slow disk
+_SLOWEST = 5.0  # pictures a second below which a run counts as hanging
 _MEASURED = (
     "images_per_s",
     "batches_per_s",
@@ -47,6 +48,11 @@ _MEASURED = (
     "shm_mb",
     "total_mb",
     "resident_before",
+    "growth_mb_per_1k",
+    "read_ms",
+    "decode_ms",
+    "convert_ms",
+    "transfer_ms",
 )
 
 _SHARING = ("worker_rss_mb", "worker_pss_mb", "worker_uss_mb", "main_rss_mb", "main_pss_mb", "main_uss_mb")
@@ -68,6 +74,7 @@ class Settings:
     start_method: str | None
     repeats: int
     seconds: float
+    epochs: int | None
     images: int
     size: tuple[int, int] | None
     fit: str
@@ -116,6 +123,7 @@ def bench(
     start_method: str | None = None,
     repeats: int = 3,
     seconds: float = 2.0,
+    epochs: int | None = None,
     images: int = 2000,
     size: int | str | tuple[int, int] | None = 256,
     fit: str = "crop",
@@ -129,7 +137,8 @@ def bench(
     `sources` are one folder of pictures, of which up to `images` are converted into each of `formats` ("jpeg", the
     pictures themselves, "lmdb", "hdf5"; default: all) for this, or stores, or both. `loader` is "dataloader" (torch's),
     "threads" (`packshift.Loader`) or "both", `num_workers` the numbers of worker processes, or of threads. Each case is
-    measured `repeats` times, altogether for at least `seconds` seconds. The consumer works `step_ms` milliseconds on a
+    measured `repeats` times, altogether for at least `seconds` seconds, and each time for at least `epochs` passes over the
+    pictures, so that growth from one to the next can be seen. The consumer works `step_ms` milliseconds on a
     batch, or multiplies `step_matmul` matrices. `cold` times an epoch with nothing in the page cache instead.
 
     Raises UsageError, and SourceError, StoreError or TargetError where a source cannot be used; a case that cannot be
@@ -144,6 +153,7 @@ def bench(
         start_method,
         repeats,
         seconds,
+        epochs,
         images,
         size,
         fit,
@@ -164,6 +174,7 @@ def bench(
     notes = [
         *prepared.notes,
         *notes_on(rows, cold=settings.cold, step=bool(settings.step_ms or settings.step_matmul)),
+        *notes_on_growth(rows, prepared.source_images),
     ]
     if interrupted:
         notes.insert(0, "interrupted: medians are of the runs that were finished")
@@ -188,6 +199,7 @@ def _checked(
     start_method: str | None,
     repeats: int,
     seconds: float,
+    epochs: int | None,
     images: int,
     size: int | str | tuple[int, int] | None,
     fit: str,
@@ -221,6 +233,8 @@ def _checked(
         raise UsageError(f"seconds {seconds}: expected a number above 0")
     if not 0 <= step_ms < float("inf"):
         raise UsageError(f"step_ms {step_ms}: expected a number from 0")
+    if epochs is not None and cold:
+        raise UsageError("epochs and cold exclude each other: only the first epoch is cold")
     if step_ms and step_matmul:
         raise UsageError("step_ms and step_matmul exclude each other: choose one kind of work")
     return Settings(
@@ -232,6 +246,7 @@ def _checked(
         start_method=start_method,
         repeats=at_least_one("repeats", repeats),
         seconds=float(seconds),
+        epochs=None if epochs is None else at_least_one("epochs", epochs),
         images=at_least_one("images", images),
         size=parsed,
         fit=fit,
@@ -256,10 +271,11 @@ def _cases(prepared: Prepared, settings: Settings) -> list[_Case]:
 
 
 def _case(name: str, loader: str, count: int, limit: bool, place: Place, images: int, settings: Settings) -> _Case:
+    batch_size = min(settings.batch_size, images)
     trial = Trial(
         path=place.path,
         loader=loader,
-        batch_size=min(settings.batch_size, images),
+        batch_size=batch_size,
         num_workers=count,
         prefetch_factor=settings.prefetch_factor,
         start_method=settings.start_method if loader == "dataloader" and count else None,
@@ -267,10 +283,12 @@ def _case(name: str, loader: str, count: int, limit: bool, place: Place, images:
         fit=settings.fit,
         images=images,
         seconds=settings.seconds / settings.repeats,
+        batches=None if settings.epochs is None else -(-settings.epochs * images // batch_size),
         step_ms=settings.step_ms,
         step_matmul=settings.step_matmul,
         cold=settings.cold,
         limit=limit,
+        growth=True,
     )
     row = Row(
         format=name,
@@ -303,11 +321,16 @@ def _run_all(cases: Sequence[_Case], settings: Settings, progress: Progress | No
                 if progress is not None:
                     progress(done, total, case.name)
                 if case.error is None:
-                    ended = processes.pop(0).run(case.trial, timeout=_START_TIMEOUT + 20 * case.trial.seconds)
+                    ended = processes.pop(0).run(case.trial, timeout=_timeout(case.trial))
                     case.take(ended, alone=not processes)
                 done += 1
     if progress is not None:
         progress(total, total, "")
+
+
+def _timeout(trial: Trial) -> float:
+    pictures = (trial.batches or 0) * trial.batch_size
+    return _START_TIMEOUT + 20 * trial.seconds + pictures / _SLOWEST
 
 
 def _turns(cases: Sequence[_Case], repeats: int) -> Iterator[_Case]:
@@ -325,6 +348,7 @@ def _row(case: _Case, cases: Sequence[_Case]) -> Row:
     return replace(
         case.row,
         **values,
+        growth_mb=_least(case.results, "growth_mb"),
         images_per_s_runs=speeds,
         images_per_s_spread=(max(speeds) - min(speeds)) / statistics.median(speeds),
         limit_images_per_s=limit,
@@ -336,6 +360,10 @@ def _row(case: _Case, cases: Sequence[_Case]) -> Row:
 def _median(results: Sequence[Mapping[str, Any]], name: str) -> float | None:
     values = [result[name] for result in results if result[name] is not None]
     return statistics.median(values) if values else None
+
+
+def _least(results: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    return min((result[name] for result in results if result[name] is not None), default=None)
 
 
 def _limit(row: Row, cases: Sequence[_Case]) -> float | None:

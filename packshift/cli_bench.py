@@ -60,6 +60,7 @@ class _List(click.ParamType[Any]):
     show_default=True,
     help="Time measured for each case, over all its runs.",
 )
+@click.option("--epochs", type=click.IntRange(min=1), help="Passes over the pictures that each run takes at least.")
 @click.option(
     "--images", type=click.IntRange(min=1), default=2000, show_default=True, help="Pictures to take from SRC, at most."
 )

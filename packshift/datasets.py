@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from packshift.batches import Batch, BatchSample, InlineTensor, place_for
 from packshift.errors import ImageError, NotAStoreError
-from packshift.preprocess import Preprocessing, load_record, parse_background, parse_size
+from packshift.preprocess import Lap, Preprocessing, load_record, no_lap, parse_background, parse_size
 from packshift.record import Names, StoreInfo
 from packshift.sources import AUTO, scan
 from packshift.stores._reader import Reader
@@ -256,6 +256,8 @@ class ImageFolderDataset(PictureDataset):
     read; a store would have left it out, so with such pictures the indices of the two differ.
     """
 
+    _lap: Lap = staticmethod(no_lap)
+
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -286,12 +288,15 @@ class ImageFolderDataset(PictureDataset):
         return self._listing.names
 
     def _pixels(self, index: int) -> NDArray[np.uint8]:
+        self._lap("start")
         sample = self._listing.sample(index)
         try:
-            record = load_record(self.root, sample, self._settings)
+            record = load_record(self.root, sample, self._settings, lap=self._lap)
         except ImageError as error:
             raise ImageError(f"{os.path.join(self.root, sample.name)}: {error}") from error
-        return record.pixels if record.pixels.flags.writeable else record.pixels.copy()
+        pixels = record.pixels if record.pixels.flags.writeable else record.pixels.copy()
+        self._lap("convert")
+        return pixels
 
     def close(self) -> None:
         """Nothing is kept open; here so that datasets can be exchanged for each other."""

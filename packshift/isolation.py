@@ -36,7 +36,8 @@ class Trial:
     `path` is a store, or a folder of pictures to be read with `size` and `fit`. `images` limits how many of its items
     are used (None: all). `loader` is "dataloader" (stock, `num_workers` processes) or "threads" (packshift's Loader,
     `num_workers` threads). With `limit` the machine's own limit is measured afterwards, one thread with nothing around it:
-    a gather of batches from the page cache into one buffer, or for a folder of pictures decoding alone.
+    a gather of batches from the page cache into one buffer, or for a folder of pictures decoding alone. With `growth`
+    memory is looked at before and after what is timed.
 
     `seconds` is the least time measured, `batches` the least number of batches; `step_ms` is how long the consumer
     works on each batch without the CPU, as the owner of a GPU does; `step_matmul` how many matrix products of 512 x 512
@@ -67,6 +68,7 @@ class Trial:
     carried: str | None = None
     fill: bool = False
     limit: bool = False
+    growth: bool = False
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import operator
 import os
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -194,11 +194,19 @@ def parse_background(colour: str | tuple[int, int, int] | None) -> tuple[int, in
     return numbers[0], numbers[1], numbers[2]
 
 
+Lap = Callable[[str], None]
+"""Called with the name of a stage when it is over."""
+
+
+def no_lap(stage: str) -> None:
+    """For those who do not want to know."""
+
+
 _NOT_THE_FILES_FAULT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
-def load_record(root: str, sample: Sample, settings: Preprocessing) -> Record:
-    """Read, decode and preprocess one picture under `root`.
+def load_record(root: str, sample: Sample, settings: Preprocessing, *, lap: Lap = no_lap) -> Record:
+    """Read, decode and preprocess one picture under `root`; `lap` hears when "read" and "decode" are over.
 
     Raises ImageError where the file is at fault; where the process is (no memory, too many open files), MemoryError or
     SourceError, which must end a conversion: another run would give another store.
@@ -217,7 +225,8 @@ def load_record(root: str, sample: Sample, settings: Preprocessing) -> Record:
         raise ImageError(f"cannot be read: {error.strerror}") from error
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise ImageError("changed while it was read")
-    return make_record(data, sample, settings, mtime_ns=after.st_mtime_ns)
+    lap("read")
+    return make_record(data, sample, settings, mtime_ns=after.st_mtime_ns, lap=lap)
 
 
 def size_in_header(root: str, sample: Sample) -> tuple[int, int]:
@@ -238,10 +247,12 @@ def size_in_header(root: str, sample: Sample) -> tuple[int, int]:
         raise ImageError(f"its header cannot be read: {error}") from error
 
 
-def make_record(data: bytes, sample: Sample, settings: Preprocessing, *, mtime_ns: int = 0) -> Record:
+def make_record(
+    data: bytes, sample: Sample, settings: Preprocessing, *, mtime_ns: int = 0, lap: Lap = no_lap
+) -> Record:
     """Decode and preprocess one picture. Raises ImageError with the reason where that cannot be done."""
     try:
-        image, (height, width), notes = _decode(data, settings)
+        image, (height, width), notes = _decode(data, settings, lap)
         pixels = _fit(image, height, width, settings)
     except (ImageError, MemoryError):
         raise
@@ -263,7 +274,7 @@ def make_record(data: bytes, sample: Sample, settings: Preprocessing, *, mtime_n
     )
 
 
-def _decode(data: bytes, settings: Preprocessing) -> tuple[Picture, tuple[int, int], list[str]]:
+def _decode(data: bytes, settings: Preprocessing, lap: Lap) -> tuple[Picture, tuple[int, int], list[str]]:
     """The first frame, whole and upright, of mode RGB or L (grey, which costs less to scale); the (height, width)
     of the upright original; and the notes on it. A JPEG decoded smaller has its scaled size already.
     """
@@ -280,6 +291,7 @@ def _decode(data: bytes, settings: Preprocessing) -> tuple[Picture, tuple[int, i
         else:
             opened.load()
             loaded, orientation, (width, height) = opened, _orientation(opened), opened.size
+        lap("decode")
         image = _to_rgb(loaded, notes, settings.background)
         if _has_more_frames(opened):
             notes.append("frames")

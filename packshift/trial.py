@@ -16,7 +16,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,13 +26,12 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from packshift.carried import unpack
 from packshift.datasets import ImageFolderDataset, StoreDataset, open_dataset
-from packshift.errors import UsageError
 from packshift.isolation import Trial
 from packshift.loader import Loader
 from packshift.memory import Memory, memory_of, memory_of_all, tree_of
+from packshift.one_thread import OneThread, pass_over_pictures, pass_over_store, touch
 from packshift.pagecache import drop, resident_share
 
-PAGE = 4096
 _CHECKED_BATCHES = 2
 _MATMUL_SIDE = 512
 
@@ -48,7 +47,12 @@ class Result:
     the time in which the consumer worked. Worker memory is the mean over the workers; `total_mb` what the kernel cannot
     take back from all processes together, `shm_mb` the part of it that is shared memory. `checksum` is that of the
     first two batches' pixels. `resident_before` is the share of the data that was in the page cache when a cold trial
-    began, `limit_images_per_s` the machine's own limit where it was asked for.
+    began.
+
+    `growth_mb` is how much more the kernel cannot take back after the timed part than before it, where that was asked
+    for, `growth_mb_per_1k` the same per 1,000 pictures; a cold trial, which times the start of the workers, has neither.
+    Where the limit was asked for, `limit_images_per_s` is that of one thread, and `read_ms`, `decode_ms`, `convert_ms`,
+    `transfer_ms` are those of `OneThread`; a cold trial has none, since all that is measured with a warm page cache.
     """
 
     images_per_s: float
@@ -71,7 +75,13 @@ class Result:
     checksum: str
     worker_pids: tuple[int, ...] = ()
     resident_before: float | None = None
+    growth_mb: float | None = None
+    growth_mb_per_1k: float | None = None
     limit_images_per_s: float | None = None
+    read_ms: float | None = None
+    decode_ms: float | None = None
+    convert_ms: float | None = None
+    transfer_ms: float | None = None
 
 
 class EndlessSampler(Sampler[int]):
@@ -114,29 +124,27 @@ def measure(trial: Trial) -> Result:
     batches = _batches(trial, dataset, EndlessSampler(count, trial.seed), users.collate_fn if users else None)
     step = _step(trial) if users is None or users.step is None else _timing(users.step)
     warm_up = _warm_up(trial, batches, step, started)
+    before = _look(trial, batches, step, warm_up) if trial.growth and not trial.cold else None
     timed = _timed(trial, batches, step, warm_up, -(-count // trial.batch_size))
+    grown = None if before is None else (_unreclaimable() - before.nbytes, before.images + timed.images)
     time.sleep(0.05 + (_filling_s(trial, timed) if trial.fill else 0.0))  # what is held then is held in training
     result = _result(timed, warm_up, resident)
+    if grown is not None:
+        result = replace(result, growth_mb=grown[0] / 1e6, growth_mb_per_1k=grown[0] / 1e3 / grown[1])
     if not trial.limit:
         return result
     del batches, timed  # ends workers and threads
-    return replace(result, limit_images_per_s=_limit(trial, dataset, EndlessSampler(count, trial.seed)))
+    alone = _one_thread(trial, dataset, EndlessSampler(count, trial.seed))
+    if trial.cold:
+        return replace(result, limit_images_per_s=alone.limit_images_per_s)
+    return replace(result, **asdict(alone))
 
 
-def _limit(trial: Trial, dataset: Dataset[Any], sampler: EndlessSampler) -> float:
-    """Images/s of one thread that does nothing but fetch pixels."""
+def _one_thread(trial: Trial, dataset: Dataset[Any], order: EndlessSampler) -> OneThread:
     if isinstance(dataset, ImageFolderDataset):
-        batches: Iterator[torch.Tensor] = (dataset[index][0][None] for index in sampler)
-    else:
-        batches = _gathered(trial, dataset, sampler)
-    touch(next(batches))
-    images = 0
-    started = time.perf_counter()
-    while (seconds := time.perf_counter() - started) < trial.seconds or not images:
-        batch = next(batches)
-        touch(batch)
-        images += len(batch)
-    return images / seconds
+        return pass_over_pictures(dataset, order, trial.seconds, trial.batch_size)
+    assert isinstance(dataset, StoreDataset)  # the caller's case; not a user's data
+    return pass_over_store(dataset, order, trial.seconds, trial.batch_size)
 
 
 def _filling_s(trial: Trial, timed: _Timed) -> float:
@@ -164,6 +172,8 @@ class _WarmUp:
     started: float
     first_batch_s: float = 0.0
     checksum: int = 0
+    held: Any = None
+    """The last batch, held until the next one is there, as in the timed part."""
 
 
 def _warm_up(trial: Trial, batches: Iterator[Any], step: Step, started: float) -> _WarmUp:
@@ -172,7 +182,7 @@ def _warm_up(trial: Trial, batches: Iterator[Any], step: Step, started: float) -
         return warm_up
     ahead = max(1, trial.num_workers) * ((trial.prefetch_factor or 2) + 1)  # these must not count as loaded in time
     for number in range(max(_CHECKED_BATCHES, ahead)):
-        batch = next(batches)
+        batch = warm_up.held = next(batches)
         if number == 0:
             warm_up.first_batch_s = time.perf_counter() - started
         if number < _CHECKED_BATCHES and trial.carried is None:
@@ -180,6 +190,32 @@ def _warm_up(trial: Trial, batches: Iterator[Any], step: Step, started: float) -
         _read(trial, batch)
         step(batch)
     return warm_up
+
+
+@dataclass(frozen=True)
+class _Before:
+    """Bytes that the kernel could not take back before the timed part, and the pictures that came between."""
+
+    nbytes: int
+    images: int
+
+
+def _look(trial: Trial, batches: Iterator[Any], step: Step, warm_up: _WarmUp) -> _Before:
+    """Look at memory, then take what workers made in the meantime: that must not count as loaded in time."""
+    started = time.perf_counter()
+    nbytes = _unreclaimable()
+    looked = time.perf_counter()
+    images = 0
+    while trial.num_workers and (not images or time.perf_counter() - looked < looked - started):
+        for _ in range(trial.num_workers):
+            warm_up.held = next(batches)
+            images += _read(trial, warm_up.held)[0]
+            step(warm_up.held)
+    return _Before(nbytes, images)
+
+
+def _unreclaimable() -> int:
+    return memory_of_all(tree_of(os.getpid())).unreclaimable
 
 
 def _checksum(images: torch.Tensor, value: int) -> int:
@@ -203,7 +239,8 @@ class _Timed:
 
 def _timed(trial: Trial, batches: Iterator[Any], step: Step, warm_up: _WarmUp, epoch: int) -> _Timed:
     """Whole rounds of all workers until `seconds` have passed and `batches` were taken; a cold trial one epoch."""
-    timed = _Timed()
+    timed = _Timed(held=warm_up.held)
+    warm_up.held = None
     a_round = max(1, trial.num_workers)
     least_batches = epoch if trial.cold else trial.batches or 0
     seconds = 0.0 if trial.cold else trial.seconds
@@ -297,26 +334,6 @@ def _batches(
             **workers,
         )
     )
-
-
-def _gathered(trial: Trial, dataset: Dataset[Any], sampler: EndlessSampler) -> Iterator[torch.Tensor]:
-    """Batches copied from the map of a store into one buffer, which is used again."""
-    torch.set_num_threads(1)
-    assert isinstance(dataset, StoreDataset)  # the caller's case; not a user's data
-    rows = dataset._rows
-    if rows is None:
-        raise UsageError(f"{trial.path}: its pictures are of different sizes, which make no batches")
-    indices = iter(sampler)
-    out = torch.empty((trial.batch_size, rows.shape[1]), dtype=rows.dtype)
-    while True:
-        positions = torch.tensor(list(islice(indices, trial.batch_size)))
-        yield torch.index_select(rows, 0, positions, out=out).view(torch.uint8)
-
-
-def touch(images: torch.Tensor) -> int:
-    """Read one byte of every page of a dense tensor; returns their sum, so that no one can skip it."""
-    flat = images.as_strided((images.numel(),), (1,))
-    return int(flat.view(torch.uint8)[::PAGE].sum())
 
 
 def _read(trial: Trial, batch: Any) -> tuple[int, int]:

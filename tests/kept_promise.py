@@ -39,7 +39,7 @@ UNTUNED = Configuration(batch_size=256, num_workers=8)
 
 _LOOP = """
 import os, sys, time
-from packshift.trial import touch
+from packshift.one_thread import touch
 {code}
 if __name__ == "__main__":
     started, batches, images = time.perf_counter(), 0, 0

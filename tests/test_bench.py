@@ -6,24 +6,45 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import torch
+from bench_values import make_bench
+from bench_values import make_row as shown_row
 from click.testing import CliRunner
 from helpers import formula_picture, make_folder, save
 
-from packshift import bench, benchmarking, cli, convert, isolation
+from packshift import (
+    ImageFolderDataset,
+    bench,
+    benchmarking,
+    cli,
+    convert,
+    isolation,
+    one_thread,
+    open_dataset,
+    preprocess,
+    trial,
+)
+from packshift.bench_html import bench_html
+from packshift.bench_report import bench_text
 from packshift.bench_results import Row
 from packshift.bench_sources import Place, Prepared
-from packshift.bench_verdict import notes_on, verdict_of
+from packshift.bench_verdict import growth_noise_mb, notes_on, notes_on_growth, verdict_of
 from packshift.benchmarking import default_num_workers
 from packshift.errors import PackshiftError, SourceError, UsageError
-from packshift.isolation import Trial, run_trial
+from packshift.isolation import LOADERS, Trial, run_trial
+from packshift.one_thread import OneThread, pass_over_pictures, pass_over_store
 from packshift.pagecache import drop, resident_share, warm
+from packshift.trial import EndlessSampler, measure
 
 QUICK = {"repeats": 1, "seconds": 0.05, "num_workers": [0], "batch_size": 4, "size": 32}
 
@@ -87,6 +108,257 @@ class TestVerdict:
         assert "did not load the same pixels" in notes
         close = " ".join(notes_on([made_row("jpeg", 0, 500), made_row("lmdb", 0, 600)], cold=False, step=False))
         assert "there is little to win" in close
+        assert "stay with the pictures" not in close
+        equal = " ".join(notes_on([made_row("jpeg", 0, 590), made_row("lmdb", 0, 600)], cold=False, step=False))
+        assert "there is little to win: the pictures load about as fast as the stores; stay with the pictures" in equal
+
+    @pytest.mark.parametrize(
+        ("format", "milliseconds", "words"),
+        [
+            (
+                "jpeg",
+                (0.1, 1.4, 0.4, 0.1),
+                "jpeg: decoding is 70% and converting 20% of the time of a picture in one thread",
+            ),
+            (
+                "jpeg",
+                (3.0, 0.5, 0.4, 0.1),
+                "jpeg: reading is 75% of the time of a picture in one thread: a store is one file",
+            ),
+            (
+                "jpeg",
+                (0.1, 0.1, 0.2, 0.6),
+                "jpeg: transfer is 60% of the time of a picture in one thread: a store hands",
+            ),
+            (
+                "lmdb",
+                (0.3, None, None, 0.1),
+                "lmdb: reading is 75% of the time of a picture in one thread: smaller",
+            ),
+            (
+                "lmdb",
+                (0.1, None, None, 0.3),
+                "lmdb: transfer is 75% of the time of a picture in one thread: larger",
+            ),
+        ],
+    )
+    def test_notes_say_where_the_time_goes(
+        self, format: str, milliseconds: tuple[float | None, ...], words: str
+    ) -> None:
+        rows = [made_row(format, 0, 500, **split(*milliseconds)), made_row(format, 2, 900)]
+        (note,) = [note for note in notes_on(rows, cold=False, step=False) if note.startswith(f"{format}: ")]
+        assert note.startswith(words)
+
+    def test_stores_are_advised_only_where_they_gain(self) -> None:
+        pictures = made_row("jpeg", 0, 500, busy=0.95, **split(0.1, 1.4, 0.4, 0.1))
+        gain = list(notes_on([pictures, made_row("lmdb", 0, 9000)], cold=False, step=False))
+        assert gain[-1].endswith("one thread: a store saves both")
+        assert not any("of decoding alone" in note for note in gain)
+        none = list(notes_on([pictures, made_row("lmdb", 0, 510)], cold=False, step=False))
+        assert none[-1].endswith("of the time of a picture in one thread")
+        busy = list(notes_on([pictures], cold=False, step=True))
+        assert busy[-2].endswith("of the time of a picture in one thread")
+        assert busy[-1].startswith("where the consumer is busy")
+
+
+def split(
+    read: float | None, decode: float | None, convert: float | None, transfer: float | None
+) -> dict[str, float | None]:
+    return {"read_ms": read, "decode_ms": decode, "convert_ms": convert, "transfer_ms": transfer}
+
+
+class TestWhereTheTimeGoes:
+    """What takes long is seen in its own stage."""
+
+    @pytest.fixture(autouse=True)
+    def threads_as_before(self) -> Iterator[None]:
+        threads = torch.get_num_threads()
+        yield
+        torch.set_num_threads(threads)
+
+    def stages(self, found: OneThread) -> dict[str, float]:
+        stages = {name: getattr(found, f"{name}_ms") for name in ("read", "decode", "convert", "transfer")}
+        return {name: value for name, value in stages.items() if value is not None}
+
+    @pytest.mark.parametrize(
+        ("stage", "module", "name"),
+        [
+            ("read", preprocess, "encode_name"),
+            ("decode", preprocess, "load_jpeg"),
+            ("convert", preprocess, "_fit"),
+            ("transfer", one_thread, "touch"),
+        ],
+    )
+    def test_of_pictures(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, module: ModuleType, name: str
+    ) -> None:
+        save(tmp_path / "a" / "1.jpg", formula_picture(20, 30), "JPEG")
+        dataset = ImageFolderDataset(tmp_path, size=16)
+        monkeypatch.setattr(module, name, slow(getattr(module, name)))
+        found = pass_over_pictures(dataset, EndlessSampler(1, 0), 0.01, 1)
+        stages = self.stages(found)
+        assert max(stages, key=lambda name: stages[name]) == stage
+        assert stages[stage] >= 1000 * DELAY
+        alone = sum(value for name, value in stages.items() if name != "transfer")
+        assert found.limit_images_per_s == pytest.approx(1000 / alone)
+
+    @pytest.mark.parametrize(("stage", "name"), [("read", "_gathered"), ("transfer", "DataLoader")])
+    def test_of_stores(self, store: Path, monkeypatch: pytest.MonkeyPatch, stage: str, name: str) -> None:
+        make = getattr(one_thread, name)
+        monkeypatch.setattr(one_thread, name, lambda *args, **options: slow_batches(make(*args, **options)))
+        found = pass_over_store(open_dataset(store), EndlessSampler(4, 0), 0.01, 2)
+        stages = self.stages(found)
+        assert list(stages) == ["read", "transfer"]
+        assert max(stages, key=lambda name: stages[name]) == stage
+        assert stages[stage] >= 1000 * DELAY / 2 - stages["read"] * (stage == "transfer")
+        assert found.limit_images_per_s == pytest.approx(1000 / found.read_ms)
+
+    def test_a_loader_that_is_faster_than_a_bare_gather_takes_no_time(
+        self, store: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        make = one_thread._gathered
+        monkeypatch.setattr(one_thread, "_gathered", lambda *args: slow_batches(make(*args)))
+        assert pass_over_store(open_dataset(store), EndlessSampler(4, 0), 0.01, 2).transfer_ms == 0
+
+    def test_clocks_change_no_pixels(self, folder: Path) -> None:
+        plain, clocked = ImageFolderDataset(folder, size=32), ImageFolderDataset(folder, size=32)
+        laps: list[str] = []
+        clocked._lap = laps.append
+        assert np.array_equal(plain[3][0], clocked[3][0])
+        assert laps == ["start", "read", "decode", "convert"]
+
+    def test_a_table_shows_it(self) -> None:
+        rows = [
+            shown_row("jpeg", 0, **split(0.0512, 1.45, 0.9, 0.1488)),
+            shown_row("lmdb", 0, **split(0.03, None, None, 0.01)),
+            shown_row("lmdb", 2),
+        ]
+        text = bench_text(make_bench(*rows))
+        (table,) = [part.splitlines() for part in text.split("\n\n") if part.startswith("where the time goes")]
+        assert max(map(len, table)) <= 100
+        assert table[0] == "where the time goes, ms per picture, one thread"
+        assert table[1].split() == ["format", "read", "decode", "convert", "transfer", "in", "all"]
+        assert table[2].split() == ["jpeg", "0.051", "(2%)", "1.45", "(57%)", "0.900", "(35%)", "0.149", "(6%)", "2.55"]
+        assert table[3].split() == ["lmdb", "0.030", "(75%)", "-", "-", "0.010", "(25%)", "0.040"]
+        assert table[4].startswith("read: ")
+        assert len({len(line) for line in table[1:4]}) == 1
+        assert "where the time goes" not in bench_text(make_bench())
+
+    def test_so_does_the_page(self) -> None:
+        page = bench_html(make_bench(shown_row("jpeg", 0, **split(0.0512, 1.45, 0.9, 0.1488))))
+        assert "<h2>Where the time goes, ms per picture, one thread</h2>" in page
+        assert "<td>1.45 (57%)</td>" in page
+        assert "Where the time goes" not in bench_html(make_bench())
+
+
+class TestGrowth:
+    """Memory that a longer run would run out of is seen in a short one, as far as it is more than noise."""
+
+    def grown(self, folder: Path, monkeypatch: pytest.MonkeyPatch, loader: str, leak: int) -> trial.Result:
+        kept = []
+
+        def keep(image: torch.Tensor) -> torch.Tensor:
+            kept.append(np.ones(leak, np.uint8))
+            return image
+
+        dataset = ImageFolderDataset(folder, size=32, transform=keep)
+        monkeypatch.setattr(trial, "open_trial_dataset", lambda told: dataset)
+        told = Trial(str(folder), loader, batch_size=4, num_workers=int(loader == "threads"), growth=True)
+        return measure(replace(told, seconds=0.001, batches=6))
+
+    @pytest.mark.parametrize("loader", LOADERS)
+    def test_a_leak(self, folder: Path, monkeypatch: pytest.MonkeyPatch, loader: str) -> None:
+        found = self.grown(folder, monkeypatch, loader, leak=2_000_000)
+        assert found.growth_mb is not None
+        assert found.growth_mb > 30
+        assert found.growth_mb_per_1k == pytest.approx(2000, rel=0.5)  # threads leak ahead
+
+    def test_no_leak(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = self.grown(folder, monkeypatch, "dataloader", leak=0)
+        assert found.growth_mb is not None
+        assert abs(found.growth_mb) < growth_noise_mb(made_row("lmdb", 0, 1))
+
+    def test_is_not_looked_for_unless_asked(self, folder: Path) -> None:
+        assert measure(Trial(str(folder), batch_size=4, size=(32, 32), seconds=0.001)).growth_mb is None
+
+    @pytest.mark.parametrize(("workers", "taken"), [(0, 0), (3, 9)])
+    def test_what_workers_make_while_memory_is_looked_at_does_not_count(
+        self, monkeypatch: pytest.MonkeyPatch, workers: int, taken: int
+    ) -> None:
+        clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+
+        def look() -> int:
+            clock.now += 1.0
+            return 7
+
+        def batches() -> Iterator[list[torch.Tensor]]:
+            for _ in range(100):
+                clock.now += 0.125
+                yield [torch.zeros(2, 3, 8, 8, dtype=torch.uint8)]
+
+        monkeypatch.setattr(trial, "time", clock)
+        monkeypatch.setattr(trial, "_unreclaimable", look)
+        told = Trial("", num_workers=workers, growth=True)
+        assert trial._look(told, batches(), lambda batch: 0.0, trial._WarmUp(0.0)) == trial._Before(7, 2 * taken)
+
+    def test_a_case_has_its_least_growth(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(benchmarking, "trial_process", FakeProcesses().start)
+        found = bench(folder, formats=["jpeg"], **{**QUICK, "repeats": 3})
+        (row,) = found.rows
+        assert (row.growth_mb, row.growth_mb_per_1k) == (1.0, 2.0)
+
+    def test_a_warning_says_what_an_epoch_would_take(self) -> None:
+        figures = {"mb_per_s": 196.6, "batches_per_s": 15.625}  # 12.6 MB a batch
+        quiet = made_row("lmdb", 2, 1000, growth_mb=62.0, growth_mb_per_1k=62.0, **figures)
+        assert growth_noise_mb(quiet) == pytest.approx(3 * 4 + 2 * 2 * 12.58, rel=0.01)
+        pictures = made_row("jpeg", 2, 1000, growth_mb=240.0, growth_mb_per_1k=240.0, **figures)
+        failed = made_row("lmdb", 4, None)
+        assert not list(notes_on_growth([quiet, pictures, failed], 1_281_167))
+        loud = made_row("lmdb", 0, 1000, growth_mb=20.0, growth_mb_per_1k=10.0, **figures)
+        (note,) = notes_on_growth([quiet, loud, failed], 1_281_167)
+        assert note == (
+            "memory grows with lmdb, dataloader, 0 workers: 10.0 MB per 1,000 pictures, which over an epoch of 1,281,167 "
+            "pictures would be 12.8 GB; a longer run (--seconds, --epochs) tells whether it goes on"
+        )
+        louder = made_row("jpeg", 2, 1000, growth_mb=250.0, growth_mb_per_1k=250.0, **figures)
+        (note,) = notes_on_growth([loud, louder], 1000)
+        assert note.startswith("memory grows with jpeg, dataloader, 2 workers (and 1 other case): 250.0 MB per 1,000")
+
+    def test_it_is_among_the_notes(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        processes = FakeProcesses(growth_mb=500.0)
+        monkeypatch.setattr(benchmarking, "trial_process", processes.start)
+        found = bench(folder, formats=["jpeg"], **QUICK)
+        assert any(note.startswith("memory grows with jpeg") and "of 12 pictures" in note for note in found.notes)
+        assert all(trial.growth for _, trial in processes.log)
+
+
+class TestEpochs:
+    def test_a_run_takes_that_many_passes_at_least(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        processes = FakeProcesses()
+        monkeypatch.setattr(benchmarking, "trial_process", processes.start)
+        found = bench(folder, formats=["jpeg"], epochs=3, **{**QUICK, "batch_size": 5})
+        ((_, told),) = processes.log
+        assert told.batches == 8  # 36 pictures
+        assert found.settings["epochs"] == 3
+        assert benchmarking._timeout(told) >= benchmarking._timeout(replace(told, batches=None)) + 36 / 5
+        assert measure(replace(told, seconds=0.001, limit=False, growth=False)).images == 40
+
+
+DELAY = 0.05
+
+
+def slow(function: Callable[..., Any]) -> Callable[..., Any]:
+    def slowed(*args: Any, **options: Any) -> Any:
+        time.sleep(DELAY)
+        return function(*args, **options)
+
+    return slowed
+
+
+def slow_batches(batches: Iterable[Any]) -> Iterator[Any]:
+    for batch in batches:
+        time.sleep(DELAY)
+        yield batch
 
 
 class TestIsolation:
@@ -147,6 +419,8 @@ def test_all_formats_with_the_same_pixels(folder: Path) -> None:
         assert row.total_mb is not None
         assert row.main_rss_mb >= row.main_uss_mb > 10
         assert row.worker_uss_mb is None
+        stages = ["read", "decode", "convert", "transfer"] if row.format == "jpeg" else ["read", "transfer"]
+        assert list(row.stages) == stages
         assert (row.convert_s is None) == (row.format == "jpeg")
     assert found.images == found.source_images == 12
     assert found.verdict is not None
@@ -167,6 +441,7 @@ def test_workers_have_memory_of_their_own(folder: Path) -> None:
     assert row.total_mb is not None
     assert row.worker_rss_mb > row.worker_pss_mb > row.worker_uss_mb > 10
     assert row.total_mb > 2 * row.worker_uss_mb
+    assert list(row.stages) == ["read", "transfer"]
 
 
 @dataclass
@@ -174,6 +449,7 @@ class FakeProcesses:
     """Trial processes that measure nothing; `alive` are those that have not ended, `log` which of how many ran what."""
 
     dies: str = "none"
+    growth_mb: float | None = None
     alive: list[object] = field(default_factory=list)
     log: list[tuple[int, Trial]] = field(default_factory=list)
 
@@ -192,7 +468,8 @@ class FakeProcesses:
         self.alive.pop()
         if trial.path.endswith(self.dies):
             return isolation.Ended(None, "killed by SIGKILL: DataLoader worker is killed by signal: Bus error", None)
-        figures = dict.fromkeys(benchmarking._MEASURED, float(len(self.log)))
+        number = float(len(self.log))
+        figures = {**dict.fromkeys(benchmarking._MEASURED, number), "growth_mb": self.growth_mb or number}
         return isolation.Ended(
             {**figures, "limit_images_per_s": 1.0 if trial.limit else None, "checksum": "0"}, None, 0
         )
@@ -275,6 +552,7 @@ def test_cold(folder: Path) -> None:
     assert row.error is None
     assert row.cold
     assert row.resident_before is not None
+    assert row.stages == {}
     assert any(note.startswith("cold:") for note in found.notes)
 
 
@@ -309,6 +587,8 @@ class TestBadInput:
             ({"batch_size": 0}, "batch_size 0"),
             ({"seconds": 0}, "seconds 0: expected a number above 0"),
             ({"size": None}, "size none: pictures of different sizes make no batches"),
+            ({"epochs": 0}, "epochs 0"),
+            ({"epochs": 2, "cold": True}, "epochs and cold exclude each other"),
             ({"step_ms": 1, "step_matmul": 1}, "exclude each other"),
         ],
     )
@@ -337,7 +617,7 @@ class TestBadInput:
 def test_the_command(folder: Path, tmp_path: Path) -> None:
     files = {name: tmp_path / f"out.{name}" for name in ("json", "csv")}
     words = ["bench", folder, "--formats", "jpeg,lmdb", "--num-workers", "0", "--repeats", "1", "--seconds", "0.05"]
-    words += ["--size", "32", "--batch-size", "4", "--json", files["json"], "--csv", files["csv"]]
+    words += ["--epochs", "2", "--size", "32", "--batch-size", "4", "--json", files["json"], "--csv", files["csv"]]
     result = CliRunner().invoke(cli.main, [str(word) for word in words])
     assert result.exit_code == 0, result.output
     assert "jpeg" in result.stdout
@@ -364,7 +644,14 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
         "store_mb",
         "convert_s",
         "limit_fraction",
+        "read_ms",
+        "decode_ms",
+        "convert_ms",
+        "transfer_ms",
+        "growth_mb_per_1k",
     ]
     assert all(set(needed) <= set(row) for row in found["rows"])
+    assert all(row["growth_mb"] is not None for row in found["rows"])
+    assert found["settings"]["epochs"] == 2
     assert {"cpu", "cpus_allowed", "memory_mb", "memory_limit_mb", "shm_mb", "kernel", "torch"} <= set(found["machine"])
     assert len(files["csv"].read_text().splitlines()) == 3
