@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -68,23 +69,7 @@ from packshift.text import printable
 @json_option
 @quiet_option
 def convert_command(
-    source: str,
-    target: str,
-    size: str,
-    fit: str,
-    background: str | None,
-    fast_decode: bool,
-    jobs: int | None,
-    on_error: str,
-    max_errors: str | None,
-    overwrite: bool,
-    restart: bool,
-    dry_run: bool,
-    force: bool,
-    format_: str | None,
-    layout: str,
-    as_json: bool,
-    quiet: bool,
+    source: str, target: str, format_: str | None, dry_run: bool, as_json: bool, quiet: bool, **options: Any
 ) -> int:
     """Convert the pictures in SRC to one store file OUT (.lmdb, .h5 or .hdf5).
 
@@ -102,28 +87,13 @@ def convert_command(
     # needs.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from packshift.conversion import run_plan
+    from packshift.options import Options
     from packshift.planning import check_room, look_ahead, make_plan
     from packshift.report import outlook_json, outlook_text, plan_text, report_json, report_text, warning_text
 
     started = time.perf_counter()
     with _scanning_bar(quiet=quiet) as scanning:
-        plan = make_plan(
-            source,
-            target,
-            size=size,
-            fit=fit,
-            background=background,
-            fast_decode=fast_decode,
-            layout=layout,
-            format=format_,
-            jobs=jobs,
-            on_error=on_error,
-            max_errors=max_errors,
-            overwrite=overwrite,
-            restart=restart,
-            force=force,
-            scanning=scanning,
-        )
+        plan = make_plan(source, target, Options(format=format_, **options), scanning=scanning)
     echo(warning_text(plan) if quiet else plan_text(plan), err=True)
     outlook = look_ahead(plan, decode=dry_run or None)
     if dry_run:

@@ -20,6 +20,7 @@ from packshift._version import __version__
 from packshift.duplicates import Duplicates, find_duplicates
 from packshift.errors import ImageError, Interrupted, PackshiftError, SourceError, StoreError, TargetError
 from packshift.journal import Earlier, Journal, Outcome, earlier_journal
+from packshift.options import Options
 from packshift.planning import Plan, check_room, look_ahead, make_plan
 from packshift.pool import Decoded, DecodingPool
 from packshift.record import Listing, Sample, Skipped, encode_name
@@ -109,9 +110,7 @@ def convert(
     Raises UsageError, SourceError, TargetError, and for too many unreadable pictures ImageError.
     """
     started = time.perf_counter()
-    plan = make_plan(
-        source,
-        target,
+    options = Options(
         size=size,
         fit=fit,
         background=background,
@@ -125,6 +124,7 @@ def convert(
         restart=restart,
         force=force,
     )
+    plan = make_plan(source, target, options)
     check_room(plan, look_ahead(plan, decode=False))
     return run_plan(plan, progress=progress, log=log, started=started)
 
@@ -190,9 +190,9 @@ class _Run:
 
     def carry_on(self) -> None:
         """Take over what an earlier run has finished, as far as it can be trusted, and begin the rest."""
-        earlier = None if self.plan.restart else earlier_journal(self.file)
+        earlier = None if self.plan.options.restart else earlier_journal(self.file)
         if earlier is None or not earlier.count:
-            if not self.plan.restart and os.fstat(self.file.fd).st_size:
+            if not self.plan.options.restart and os.fstat(self.file.fd).st_size:
                 self.log(
                     f"beginning anew: {printable(str(self.file.path))} is there, but no journal that belongs to it"
                 )
@@ -299,7 +299,7 @@ class _Run:
             )
 
     def _skip(self, sample: Sample, reason: str) -> None:
-        if self.plan.on_error == "stop":
+        if self.plan.options.on_error == "stop":
             raise ImageError(f"{sample.name}: {reason.rstrip('.')}. Nothing was published (--on-error stop)")
         skipped = Skipped(sample.name, reason)
         self.skipped.append(skipped)
@@ -329,7 +329,7 @@ class _Run:
             raise TargetError(f"{self.plan.target}: {found} pictures went in, {self.done} came out")
         self.writer.finish(_store_description(self.plan))
         store = _read_back(self.file, self.plan)
-        self.file.publish(overwrite=self.plan.overwrite)
+        self.file.publish(overwrite=self.plan.options.overwrite)
         self._journal.discard()
         return store
 

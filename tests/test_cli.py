@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import os
 import re
@@ -14,7 +16,8 @@ import pytest
 from click.testing import CliRunner, Result
 from helpers import encoded, formula_picture, make_folder, save
 
-from packshift import cli, conversion, planning
+from packshift import cli, conversion, convert, planning
+from packshift.options import Options
 from packshift.stores import format_names
 from packshift.stores._reader import Reader
 from packshift.text import human_bytes, printable
@@ -220,6 +223,16 @@ class TestConvert:
             "note: class folders are sorted as text, as torchvision does, not as numbers: "
             "label 1 is folder '10', not '2'" in result.stderr
         )
+
+    def test_every_option_is_one_of_the_function_and_of_the_command_with_the_same_default(self) -> None:
+        defaults = {field.name: field.default for field in dataclasses.fields(Options)}
+        arguments = inspect.signature(convert).parameters.values()
+        of_function = {each.name: each.default for each in arguments if each.kind is each.KEYWORD_ONLY}
+        assert {**defaults, "progress": None, "log": None} == of_function
+        parsed = cli.main.commands["convert"].make_context("convert", ["SRC", "OUT"]).params
+        others = ("source", "target", "as_json", "quiet", "dry_run")
+        of_command = {name.removesuffix("_"): value for name, value in parsed.items() if name not in others}
+        assert {**defaults, "size": "256"} == of_command
 
     def test_choices_are_the_formats_there_are(self) -> None:
         option = next(option for option in cli.main.commands["convert"].params if option.name == "format_")

@@ -1,0 +1,68 @@
+"""What a conversion is asked to do, checked before anything is read: the one list of the arguments of `convert`.
+
+A new option is a field here; `convert` and the command line name it once each, and a test compares the three.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from packshift.arguments import at_least_one
+from packshift.errors import UsageError
+from packshift.machine import usable_cpus
+from packshift.preprocess import Preprocessing, parse_background, parse_size
+from packshift.sources import AUTO
+
+ON_ERROR = ("skip", "stop")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `convert` that are neither paths nor callbacks, as they were given; their meaning is told there.
+
+    Raises UsageError for one that cannot be right, whatever the source holds.
+    """
+
+    size: int | str | tuple[int, int] | None = 256
+    fit: str = "crop"
+    background: str | tuple[int, int, int] | None = None
+    fast_decode: bool = False
+    layout: str = AUTO
+    format: str | None = None
+    jobs: int | None = None
+    on_error: str = "skip"
+    max_errors: int | str | None = None
+    overwrite: bool = False
+    restart: bool = False
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if self.on_error not in ON_ERROR:
+            raise UsageError(f"unknown on_error {self.on_error!r}: expected one of {', '.join(ON_ERROR)}")
+        self.processes()
+        self.preprocessing()
+        self.error_limit(1)
+
+    def preprocessing(self) -> Preprocessing:
+        return Preprocessing(parse_size(self.size), self.fit, self.fast_decode, parse_background(self.background))
+
+    def processes(self) -> int:
+        """How many processes decode."""
+        return usable_cpus() if self.jobs is None else at_least_one("jobs", self.jobs)
+
+    def error_limit(self, pictures: int) -> int | None:
+        """How many of the pictures may be skipped: a number, or "5%" of them, rounded down; None: any number."""
+        if self.max_errors is None:
+            return None
+        text = str(self.max_errors).strip()
+        number = text.removesuffix("%").strip()
+        is_percentage = text.endswith("%")
+        try:
+            value = float(number) if is_percentage else int(number)
+        except ValueError:
+            value = -1
+        if isinstance(self.max_errors, bool) or not 0 <= value < float("inf") or (is_percentage and value > 100):
+            raise UsageError(
+                f"max_errors {str(self.max_errors)[:40]!r}: expected a number of files such as 10, or a share such as 5%"
+            )
+        return int(pictures * value / 100) if is_percentage else int(value)
