@@ -42,6 +42,12 @@ from packshift.text import printable
 )
 @click.option("--fast-decode", is_flag=True, help="Decode large JPEGs smaller: faster, pixels differ a little.")
 @click.option(
+    "--max-pixels",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Skip pictures of more pixels; a larger number lets huge ones through.  [default: 178956970, Pillow's limit]",
+)
+@click.option(
     "--jobs", type=click.IntRange(min=1), help="Pictures decoded at a time.  [default: the CPUs this process may use]"
 )
 @click.option(

@@ -83,6 +83,7 @@ def convert(
     fit: str = "crop",
     background: str | tuple[int, int, int] | None = None,
     fast_decode: bool = False,
+    max_pixels: int | None = None,
     layout: str = AUTO,
     format: str | None = None,
     jobs: int | None = None,
@@ -98,10 +99,12 @@ def convert(
 
     `size` is 256, (height, width) or None (every picture keeps its own), `fit` one of "crop", "pad", "stretch".
     `background` is the colour over which transparent pictures are laid (default: transparency is dropped), `fast_decode`
-    decodes large JPEGs smaller, which changes pixels a little. The format follows the target's suffix unless `format`
-    names it. `jobs` processes decode (default: the CPUs this process may use); the store's bytes do not depend on them.
-    With `on_error="stop"` the first unreadable picture ends the run, with `max_errors` (a number, or "5%" of the
-    pictures) the first one above that.
+    decodes large JPEGs smaller, which changes pixels a little. A picture of more than `max_pixels` counts as unreadable
+    (default: 178,956,970, Pillow's limit; each process needs 4 bytes and more for a pixel).
+
+    The format follows the target's suffix unless `format` names it. `jobs` processes decode (default: the CPUs this
+    process may use); the store's bytes do not depend on them. With `on_error="stop"` the first unreadable picture ends
+    the run, with `max_errors` (a number, or "5%" of the pictures) the first one above that.
 
     The target appears when it is whole, or not at all; an existing one is replaced only with `overwrite=True`, in the
     last moment. A run that ends early is carried on by the next one with the same arguments, unless that has
@@ -115,6 +118,7 @@ def convert(
         fit=fit,
         background=background,
         fast_decode=fast_decode,
+        max_pixels=max_pixels,
         layout=layout,
         format=format,
         jobs=jobs,

@@ -22,7 +22,8 @@ from torch.utils.data import Dataset, get_worker_info
 
 from packshift.batches import Batch, BatchSample, InlineTensor, place_for
 from packshift.errors import ImageError, NotAStoreError
-from packshift.preprocess import Preprocessing, load_record, parse_background, parse_size
+from packshift.options import Options
+from packshift.preprocess import load_record
 from packshift.record import Names, StoreInfo
 from packshift.sources import AUTO, scan
 from packshift.stores._reader import Reader
@@ -252,8 +253,8 @@ class HDF5Dataset(StoreDataset):
 class ImageFolderDataset(PictureDataset):
     """The same pixels straight from the pictures, decoded at every read: what a store saves, and what it must equal.
 
-    `size`, `fit`, `background` and `fast_decode` as in `convert`. An unreadable picture raises ImageError when it is
-    read; a store would have left it out, so with such pictures the indices of the two differ.
+    `size`, `fit`, `background`, `fast_decode` and `max_pixels` as in `convert`. An unreadable picture raises
+    ImageError when it is read; a store would have left it out, so with such pictures the indices of the two differ.
     """
 
     def __init__(
@@ -266,12 +267,16 @@ class ImageFolderDataset(PictureDataset):
         fit: str = "crop",
         background: str | tuple[int, int, int] | None = None,
         fast_decode: bool = False,
+        max_pixels: int | None = None,
         layout: str = AUTO,
     ) -> None:
         super().__init__(transform, target_transform)
         self.root = os.path.abspath(root)
-        self._settings = Preprocessing(parse_size(size), fit, fast_decode, parse_background(background))
-        self._listing = scan(self.root, layout)
+        options = Options(
+            size=size, fit=fit, background=background, fast_decode=fast_decode, max_pixels=max_pixels, layout=layout
+        )
+        self._settings = options.preprocessing()
+        self._listing = scan(self.root, options.layout)
         self.classes = self._listing.classes
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from packshift.arguments import at_least_one
 from packshift.errors import UsageError
 from packshift.machine import usable_cpus
-from packshift.preprocess import Preprocessing, parse_background, parse_size
+from packshift.preprocess import Preprocessing, parse_background, parse_max_pixels, parse_size
 from packshift.sources import AUTO
 
 ON_ERROR = ("skip", "stop")
@@ -27,6 +27,7 @@ class Options:
     fit: str = "crop"
     background: str | tuple[int, int, int] | None = None
     fast_decode: bool = False
+    max_pixels: int | None = None
     layout: str = AUTO
     format: str | None = None
     jobs: int | None = None
@@ -44,7 +45,13 @@ class Options:
         self.error_limit(1)
 
     def preprocessing(self) -> Preprocessing:
-        return Preprocessing(parse_size(self.size), self.fit, self.fast_decode, parse_background(self.background))
+        return Preprocessing(
+            parse_size(self.size),
+            self.fit,
+            self.fast_decode,
+            parse_background(self.background),
+            parse_max_pixels(self.max_pixels),
+        )
 
     def processes(self) -> int:
         """How many processes decode."""

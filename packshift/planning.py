@@ -155,7 +155,7 @@ def _own_size(plan: Plan, index: int) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of large pictures: the conversion counts them
-            height, width = size_in_header(plan.listing.root, plan.listing.sample(index))
+            height, width = size_in_header(plan.listing.root, plan.listing.sample(index), plan.settings)
     except ImageError:
         return 0
     return height * width * 3

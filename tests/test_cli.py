@@ -80,6 +80,7 @@ class TestConvert:
         ("options", "words"),
         [
             (("--background", "no colour"), "background 'no colour': expected a colour such as white or #ff8000"),
+            (("--max-pixels", "0"), "Invalid value for '--max-pixels'"),
             (("--size", "none", "--fast-decode"), "fast_decode (--fast-decode) needs a size"),
         ],
     )

@@ -153,6 +153,8 @@ class TestWhatCannotBeTrusted:
             convert(source, target, size=48)
         with pytest.raises(TargetError, match=r"fit was crop, now pad. Run that one again .* or add --restart"):
             convert(source, target, size=32, fit="pad")
+        with pytest.raises(TargetError, match=r"max_pixels was None, now 1000000. Run that one again"):
+            convert(source, target, size=32, max_pixels=10**6)
         assert_carried_on(source, target, undisturbed, 25)
 
     def test_other_files_are_named_and_nothing_is_lost(self, source: Path, target: Path, undisturbed: bytes) -> None:
