@@ -14,6 +14,7 @@ import click
 
 from packshift.cli_shared import SOME_SKIPPED, echo, json_option, print_json, quiet_option
 from packshift.sources import AUTO, layout_names
+from packshift.sources._labelling import ORDERS, STRING
 from packshift.stores import format_names
 from packshift.text import printable
 
@@ -71,6 +72,19 @@ from packshift.text import printable
     default=AUTO,
     show_default=True,
     help="How SRC is arranged: SRC/CLASS/**/picture, or pictures without classes.",
+)
+@click.option(
+    "--class-order",
+    type=click.Choice(ORDERS),
+    default=STRING,
+    show_default=True,
+    help="Order of the class folders' names, from which labels count: string: as torchvision; natural: 2 before 10.",
+)
+@click.option(
+    "--classes-from",
+    metavar="FILE",
+    type=click.Path(),
+    help="Labels of another data set: a store, or a text file with one class name per line.",
 )
 @json_option
 @quiet_option

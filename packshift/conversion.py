@@ -25,6 +25,7 @@ from packshift.planning import Plan, check_room, look_ahead, make_plan
 from packshift.pool import Decoded, DecodingPool
 from packshift.record import Listing, Sample, Skipped, encode_name
 from packshift.sources import AUTO
+from packshift.sources._labelling import STRING
 from packshift.stores._header import VERSION
 from packshift.stores._partial import PartialFile, partial_file
 from packshift.stores._reader import Reader
@@ -85,6 +86,8 @@ def convert(
     fast_decode: bool = False,
     max_pixels: int | None = None,
     layout: str = AUTO,
+    class_order: str = STRING,
+    classes_from: str | os.PathLike[str] | None = None,
     format: str | None = None,
     jobs: int | None = None,
     on_error: str = "skip",
@@ -101,6 +104,10 @@ def convert(
     `background` is the colour over which transparent pictures are laid (default: transparency is dropped), `fast_decode`
     decodes large JPEGs smaller, which changes pixels a little. A picture of more than `max_pixels` counts as unreadable
     (default: 178,956,970, Pillow's limit; each process needs 4 bytes and more for a pixel).
+
+    Labels count from 0 in the order of the class folders' names: `class_order` "string" (as torchvision) or "natural" (2
+    before 10). Or they are those of `classes_from`, a store or a text file with one class name per line: a folder that it
+    lacks is refused, a class without a folder stays, with no picture.
 
     The format follows the target's suffix unless `format` names it. `jobs` processes decode (default: the CPUs this
     process may use); the store's bytes do not depend on them. With `on_error="stop"` the first unreadable picture ends
@@ -120,6 +127,8 @@ def convert(
         fast_decode=fast_decode,
         max_pixels=max_pixels,
         layout=layout,
+        class_order=class_order,
+        classes_from=classes_from,
         format=format,
         jobs=jobs,
         on_error=on_error,
@@ -380,9 +389,14 @@ def _store_description(plan: Plan) -> Description:
     return Description(
         classes=plan.listing.classes,
         preprocessing=plan.settings.to_json(),
-        source={"layout": plan.listing.layout, "found": len(plan.listing)},
+        source={"layout": plan.listing.layout, "found": len(plan.listing), **_class_order(plan.listing)},
         tools=tool_versions(),
     )
+
+
+def _class_order(listing: Listing) -> dict[str, str]:
+    """For the store's header; only where it is not the default."""
+    return {} if listing.class_order is None else {"class_order": listing.class_order}
 
 
 def _description(plan: Plan) -> dict[str, Any]:
@@ -392,6 +406,7 @@ def _description(plan: Plan) -> dict[str, Any]:
         "format version": VERSION,
         "preprocessing": plan.settings.to_json(),
         "tools": tool_versions(),
+        "class_order": plan.listing.class_order,
         "pictures": len(plan.listing),
         "listing": _fingerprint(plan.listing),
     }

@@ -26,6 +26,7 @@ from packshift.options import Options
 from packshift.preprocess import load_record
 from packshift.record import Names, StoreInfo
 from packshift.sources import AUTO, scan
+from packshift.sources._labelling import STRING
 from packshift.stores._reader import Reader
 
 Transform = Callable[[Any], Any]
@@ -253,8 +254,8 @@ class HDF5Dataset(StoreDataset):
 class ImageFolderDataset(PictureDataset):
     """The same pixels straight from the pictures, decoded at every read: what a store saves, and what it must equal.
 
-    `size`, `fit`, `background`, `fast_decode` and `max_pixels` as in `convert`. An unreadable picture raises
-    ImageError when it is read; a store would have left it out, so with such pictures the indices of the two differ.
+    The arguments behind `target_transform` are those of `convert`. An unreadable picture raises ImageError when it is
+    read; a store would have left it out, so with such pictures the indices of the two differ.
     """
 
     def __init__(
@@ -269,14 +270,23 @@ class ImageFolderDataset(PictureDataset):
         fast_decode: bool = False,
         max_pixels: int | None = None,
         layout: str = AUTO,
+        class_order: str = STRING,
+        classes_from: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(transform, target_transform)
         self.root = os.path.abspath(root)
         options = Options(
-            size=size, fit=fit, background=background, fast_decode=fast_decode, max_pixels=max_pixels, layout=layout
+            size=size,
+            fit=fit,
+            background=background,
+            fast_decode=fast_decode,
+            max_pixels=max_pixels,
+            layout=layout,
+            class_order=class_order,
+            classes_from=classes_from,
         )
         self._settings = options.preprocessing()
-        self._listing = scan(self.root, options.layout)
+        self._listing = scan(self.root, options.layout, labelling=options.labelling())
         self.classes = self._listing.classes
 
     def __len__(self) -> int:

@@ -5,13 +5,16 @@ A new option is a field here; `convert` and the command line name it once each, 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from packshift.arguments import at_least_one
+from packshift.class_lists import read_classes
 from packshift.errors import UsageError
 from packshift.machine import usable_cpus
 from packshift.preprocess import Preprocessing, parse_background, parse_max_pixels, parse_size
 from packshift.sources import AUTO
+from packshift.sources._labelling import STRING, Labelling
 
 ON_ERROR = ("skip", "stop")
 
@@ -29,6 +32,8 @@ class Options:
     fast_decode: bool = False
     max_pixels: int | None = None
     layout: str = AUTO
+    class_order: str = STRING
+    classes_from: str | os.PathLike[str] | None = None
     format: str | None = None
     jobs: int | None = None
     on_error: str = "skip"
@@ -40,6 +45,11 @@ class Options:
     def __post_init__(self) -> None:
         if self.on_error not in ON_ERROR:
             raise UsageError(f"unknown on_error {self.on_error!r}: expected one of {', '.join(ON_ERROR)}")
+        if self.classes_from is not None and self.class_order != STRING:
+            raise UsageError(
+                "class_order (--class-order) and classes_from (--classes-from): a list has its own order; give one of them"
+            )
+        Labelling(self.class_order)  # this and the next three raise where something is wrong
         self.processes()
         self.preprocessing()
         self.error_limit(1)
@@ -52,6 +62,12 @@ class Options:
             parse_background(self.background),
             parse_max_pixels(self.max_pixels),
         )
+
+    def labelling(self) -> Labelling:
+        """How class folders get their labels. Reads `classes_from`: raises SourceError or StoreError."""
+        if self.classes_from is None:
+            return Labelling(self.class_order)
+        return Labelling(names=read_classes(self.classes_from), origin=os.fsdecode(self.classes_from))
 
     def processes(self) -> int:
         """How many processes decode."""

@@ -73,14 +73,14 @@ def make_plan(
     *,
     scanning: Callable[[int], None] | None = None,
 ) -> Plan:
-    """Check both paths and list the source; write nothing. Errors are those of `convert`.
+    """Check the paths and list the source; write nothing. Errors are those of `convert`.
 
     `scanning` is called with the number of files found, every thousand of them.
     """
     source, target = _checked_path(source, "source"), _checked_path(target, "target")
     chosen = format_of_target(target, options.format)
     path = _checked_target(target, overwrite=options.overwrite)
-    listing = scan(source, options.layout, scanning)
+    listing = scan(source, options.layout, scanning, options.labelling())
     return Plan(
         listing,
         path,
