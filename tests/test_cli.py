@@ -231,7 +231,7 @@ class TestConvert:
     @pytest.mark.parametrize("names", [["1", "2", "3"], ["1", "2", "10"], ["a1", "a2", "a10"]])
     def test_the_order_of_numbers_is_told_only_where_it_surprises(self, tmp_path: Path, names: list[str]) -> None:
         make_folder(tmp_path / "src", names, 1)
-        (tmp_path / "list.txt").write_text("\n".join(names))
+        (tmp_path / "list.txt").write_text("\n".join(reversed(names)))
         options = [("--class-order", "natural"), ("--classes-from", tmp_path / "list.txt")]
         told = [
             run("convert", tmp_path / "src", tmp_path / "a.lmdb", "--dry-run", *option) for option in ((), *options)
