@@ -99,7 +99,7 @@ def _split_note(plan: Plan) -> Iterator[str]:
     """Where the folders taken for classes are the parts of a data set, whose classes lie one level below."""
     parts = sorted(plan.listing.classes, key=lambda name: not name.lower().startswith("train"))
     names = plan.listing.names
-    if not parts or not all(name.lower() in _SPLITS for name in parts):
+    if plan.listing.class_order == GIVEN or not parts or not all(name.lower() in _SPLITS for name in parts):
         return
     if not any(names.raw(index).count(b"/") > 1 for index in range(len(names))):
         return

@@ -272,6 +272,9 @@ class TestConvert:
             note
             == f"{', '.join(names)}: names of a data set's parts, not of classes; to convert each: {'; '.join(commands)}"
         )
+        (tmp_path / "list.txt").write_text("\n".join(names))
+        given = run("convert", root, tmp_path / "out.h5", "--dry-run", "--classes-from", tmp_path / "list.txt")
+        assert "to convert each" not in given.stderr
         for command in commands:
             assert run(*shlex.split(command)[1:], "-q").exit_code == 0
         assert Reader(tmp_path / f"{names[-1]}.h5").info.classes == ("a", "b")
@@ -279,7 +282,7 @@ class TestConvert:
     @pytest.mark.parametrize("folders", [["train", "val"], ["train/a", "other/b"]])
     def test_classes_that_are_only_called_like_parts_are_classes(self, tmp_path: Path, folders: list[str]) -> None:
         make_folder(tmp_path / "src", folders, 1)
-        assert "parts" not in run("convert", tmp_path / "src", tmp_path / "out.h5", "--dry-run").stderr
+        assert "to convert each" not in run("convert", tmp_path / "src", tmp_path / "out.h5", "--dry-run").stderr
 
     def test_every_option_is_one_of_the_function_and_of_the_command_with_the_same_default(self) -> None:
         defaults = {field.name: field.default for field in dataclasses.fields(Options)}
