@@ -113,6 +113,16 @@ class TestConvert:
         assert (outlook["pictures"], outlook["sampled"], outlook["unreadable"]) == (13, 13, 1)
         assert outlook["seconds"] > 0
 
+    def test_dry_run_and_info_know_max_pixels(self, pictures: Path, tmp_path: Path) -> None:
+        save(pictures / "ant" / "large.png", formula_picture(100, 100), "PNG")
+        words = ("convert", pictures, tmp_path / "out.h5", "--size", 8, "--max-pixels", 9999)
+        result = run(*words, "--dry-run", "--json")
+        assert "middle cut out, those of more than 9,999 pixels skipped, " in result.stderr
+        assert json.loads(result.stdout)["unreadable"] == 1
+        assert run(*words).exit_code == 3
+        assert "max_pixels 9999" in run("info", tmp_path / "out.h5").stdout
+        assert json.loads(run("info", tmp_path / "out.h5", "--json").stdout)["preprocessing"]["max_pixels"] == 9999
+
     @pytest.mark.parametrize("size", ["256", "100x50", "32", "none"])
     def test_the_forecast_size_is_within_5_percent(
         self, pictures: Path, tmp_path: Path, suffix: str, size: str
