@@ -20,10 +20,12 @@ from packshift._version import __version__
 from packshift.duplicates import Duplicates, find_duplicates
 from packshift.errors import ImageError, Interrupted, PackshiftError, SourceError, StoreError, TargetError
 from packshift.journal import Earlier, Journal, Outcome, earlier_journal
+from packshift.options import Options
 from packshift.planning import Plan, check_room, look_ahead, make_plan
 from packshift.pool import Decoded, DecodingPool
 from packshift.record import Listing, Sample, Skipped, encode_name
 from packshift.sources import AUTO
+from packshift.sources._labelling import STRING
 from packshift.stores._header import VERSION
 from packshift.stores._partial import PartialFile, partial_file
 from packshift.stores._reader import Reader
@@ -82,7 +84,10 @@ def convert(
     fit: str = "crop",
     background: str | tuple[int, int, int] | None = None,
     fast_decode: bool = False,
+    max_pixels: int | None = None,
     layout: str = AUTO,
+    class_order: str = STRING,
+    classes_from: str | os.PathLike[str] | None = None,
     format: str | None = None,
     jobs: int | None = None,
     on_error: str = "skip",
@@ -97,10 +102,16 @@ def convert(
 
     `size` is 256, (height, width) or None (every picture keeps its own), `fit` one of "crop", "pad", "stretch".
     `background` is the colour over which transparent pictures are laid (default: transparency is dropped), `fast_decode`
-    decodes large JPEGs smaller, which changes pixels a little. The format follows the target's suffix unless `format`
-    names it. `jobs` processes decode (default: the CPUs this process may use); the store's bytes do not depend on them.
-    With `on_error="stop"` the first unreadable picture ends the run, with `max_errors` (a number, or "5%" of the
-    pictures) the first one above that.
+    decodes large JPEGs smaller, which changes pixels a little. A picture of more than `max_pixels` counts as unreadable
+    (default: 178,956,970, Pillow's limit; each process needs 4 bytes and more for a pixel).
+
+    Labels count from 0 in the order of the class folders' names: `class_order` "string" (as torchvision) or "natural" (2
+    before 10). Or they are those of `classes_from`, a store or a text file with one class name per line: a folder that it
+    lacks is refused, a class without a folder stays, with no picture.
+
+    The format follows the target's suffix unless `format` names it. `jobs` processes decode (default: the CPUs this
+    process may use); the store's bytes do not depend on them. With `on_error="stop"` the first unreadable picture ends
+    the run, with `max_errors` (a number, or "5%" of the pictures) the first one above that.
 
     The target appears when it is whole, or not at all; an existing one is replaced only with `overwrite=True`, in the
     last moment. A run that ends early is carried on by the next one with the same arguments, unless that has
@@ -109,14 +120,15 @@ def convert(
     Raises UsageError, SourceError, TargetError, and for too many unreadable pictures ImageError.
     """
     started = time.perf_counter()
-    plan = make_plan(
-        source,
-        target,
+    options = Options(
         size=size,
         fit=fit,
         background=background,
         fast_decode=fast_decode,
+        max_pixels=max_pixels,
         layout=layout,
+        class_order=class_order,
+        classes_from=classes_from,
         format=format,
         jobs=jobs,
         on_error=on_error,
@@ -125,6 +137,7 @@ def convert(
         restart=restart,
         force=force,
     )
+    plan = make_plan(source, target, options)
     check_room(plan, look_ahead(plan, decode=False))
     return run_plan(plan, progress=progress, log=log, started=started)
 
@@ -190,9 +203,9 @@ class _Run:
 
     def carry_on(self) -> None:
         """Take over what an earlier run has finished, as far as it can be trusted, and begin the rest."""
-        earlier = None if self.plan.restart else earlier_journal(self.file)
+        earlier = None if self.plan.options.restart else earlier_journal(self.file)
         if earlier is None or not earlier.count:
-            if not self.plan.restart and os.fstat(self.file.fd).st_size:
+            if not self.plan.options.restart and os.fstat(self.file.fd).st_size:
                 self.log(
                     f"beginning anew: {printable(str(self.file.path))} is there, but no journal that belongs to it"
                 )
@@ -299,7 +312,7 @@ class _Run:
             )
 
     def _skip(self, sample: Sample, reason: str) -> None:
-        if self.plan.on_error == "stop":
+        if self.plan.options.on_error == "stop":
             raise ImageError(f"{sample.name}: {reason.rstrip('.')}. Nothing was published (--on-error stop)")
         skipped = Skipped(sample.name, reason)
         self.skipped.append(skipped)
@@ -329,7 +342,7 @@ class _Run:
             raise TargetError(f"{self.plan.target}: {found} pictures went in, {self.done} came out")
         self.writer.finish(_store_description(self.plan))
         store = _read_back(self.file, self.plan)
-        self.file.publish(overwrite=self.plan.overwrite)
+        self.file.publish(overwrite=self.plan.options.overwrite)
         self._journal.discard()
         return store
 
@@ -376,9 +389,14 @@ def _store_description(plan: Plan) -> Description:
     return Description(
         classes=plan.listing.classes,
         preprocessing=plan.settings.to_json(),
-        source={"layout": plan.listing.layout, "found": len(plan.listing)},
+        source={"layout": plan.listing.layout, "found": len(plan.listing), **_class_order(plan.listing)},
         tools=tool_versions(),
     )
+
+
+def _class_order(listing: Listing) -> dict[str, str]:
+    """For the store's header; only where it is not the default."""
+    return {} if listing.class_order is None else {"class_order": listing.class_order}
 
 
 def _description(plan: Plan) -> dict[str, Any]:
@@ -388,6 +406,7 @@ def _description(plan: Plan) -> dict[str, Any]:
         "format version": VERSION,
         "preprocessing": plan.settings.to_json(),
         "tools": tool_versions(),
+        "class_order": plan.listing.class_order,
         "pictures": len(plan.listing),
         "listing": _fingerprint(plan.listing),
     }

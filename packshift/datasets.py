@@ -22,9 +22,11 @@ from torch.utils.data import Dataset, get_worker_info
 
 from packshift.batches import Batch, BatchSample, InlineTensor, place_for
 from packshift.errors import ImageError, NotAStoreError
-from packshift.preprocess import Lap, Preprocessing, load_record, no_lap, parse_background, parse_size
+from packshift.options import Options
+from packshift.preprocess import Lap, load_record, no_lap
 from packshift.record import Names, StoreInfo
 from packshift.sources import AUTO, scan
+from packshift.sources._labelling import STRING
 from packshift.stores._reader import Reader
 
 Transform = Callable[[Any], Any]
@@ -252,7 +254,7 @@ class HDF5Dataset(StoreDataset):
 class ImageFolderDataset(PictureDataset):
     """The same pixels straight from the pictures, decoded at every read: what a store saves, and what it must equal.
 
-    `size`, `fit`, `background` and `fast_decode` as in `convert`. An unreadable picture raises ImageError when it is
+    The arguments behind `target_transform` are those of `convert`. An unreadable picture raises ImageError when it is
     read; a store would have left it out, so with such pictures the indices of the two differ.
     """
 
@@ -268,12 +270,25 @@ class ImageFolderDataset(PictureDataset):
         fit: str = "crop",
         background: str | tuple[int, int, int] | None = None,
         fast_decode: bool = False,
+        max_pixels: int | None = None,
         layout: str = AUTO,
+        class_order: str = STRING,
+        classes_from: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(transform, target_transform)
         self.root = os.path.abspath(root)
-        self._settings = Preprocessing(parse_size(size), fit, fast_decode, parse_background(background))
-        self._listing = scan(self.root, layout)
+        options = Options(
+            size=size,
+            fit=fit,
+            background=background,
+            fast_decode=fast_decode,
+            max_pixels=max_pixels,
+            layout=layout,
+            class_order=class_order,
+            classes_from=classes_from,
+        )
+        self._settings = options.preprocessing()
+        self._listing = scan(self.root, options.layout, labelling=options.labelling())
         self.classes = self._listing.classes
 
     def __len__(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from packshift.arguments import at_least_one
 from packshift.errors import DamagedStoreError, TargetError, UsageError
 from packshift.machine import usable_cpus
 from packshift.record import Skipped, decode_name, encode_name
+from packshift.sources._labelling import natural_key
 from packshift.sources._tree import SUFFIXES
 from packshift.stores._reader import Reader
 from packshift.text import printable
@@ -138,7 +140,7 @@ class _Names:
                 raise _unsafe(reader, f"its class {printable(decode_name(name))!r}")
         self._reserved = self._check(reader)
         self._choices, self._in_order = _choose_names(self)
-        self._in_order &= sorted(reader.info.classes) == list(reader.info.classes)
+        self._class_option = _class_option(reader)
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -176,6 +178,11 @@ class _Names:
         return len(last) <= 255 and name not in self._reserved
 
     def notes(self) -> Iterator[str]:
+        if self._class_option:
+            yield (
+                "the labels do not follow the string order of the class folders: converting the folder again gives them with "
+                f"{self._class_option}"
+            )
         if not self._in_order:
             yield (
                 "the store's records are not in the order in which packshift convert lists files: converting the folder "
@@ -206,6 +213,15 @@ class _Names:
                 if os.path.splitext(original)[1].lower() in SUFFIXES:
                     reserved.add(original)
         return reserved
+
+
+def _class_option(reader: Reader) -> str:
+    """The option of packshift convert that gives the store's classes their labels; "" where it needs none."""
+    classes = list(reader.info.classes)
+    if classes == sorted(classes):
+        return ""
+    natural = classes == sorted(classes, key=natural_key)
+    return "--class-order natural" if natural else f"--classes-from {printable(shlex.quote(str(reader.path)))}"
 
 
 def _is_safe_part(part: bytes) -> bool:

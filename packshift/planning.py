@@ -12,19 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from packshift.arguments import at_least_one
 from packshift.errors import ImageError, TargetError, UsageError
-from packshift.machine import usable_cpus
+from packshift.options import Options
 from packshift.pool import DecodingPool
-from packshift.preprocess import Preprocessing, parse_background, parse_size, size_in_header
+from packshift.preprocess import Preprocessing, size_in_header
 from packshift.record import Listing
-from packshift.sources import AUTO, scan
+from packshift.sources import scan
 from packshift.stores import format_of_target
 from packshift.stores._format import Format
 from packshift.stores._partial import partial_path
 from packshift.text import human_bytes
-
-ON_ERROR = ("skip", "stop")
 
 SAMPLE = 200
 """Pictures that are decoded to forecast the time, spread evenly over the listing."""
@@ -37,18 +34,18 @@ _OWN_SIZE_BYTES = 20  # offset and shape
 
 @dataclass(frozen=True)
 class Plan:
-    """What a conversion is going to do: shown before it does it. `max_errors` None: any number of skipped files."""
+    """What a conversion is going to do: shown before it does it.
+
+    `settings`, `jobs` and `max_errors` (how many files may be skipped; None: any number) follow from `options`.
+    """
 
     listing: Listing
     target: Path
     format: Format
+    options: Options
     settings: Preprocessing
     jobs: int
-    on_error: str
     max_errors: int | None
-    overwrite: bool
-    restart: bool
-    force: bool
 
 
 @dataclass(frozen=True)
@@ -72,64 +69,27 @@ class Outlook:
 def make_plan(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
+    options: Options,
     *,
-    size: int | str | tuple[int, int] | None = 256,
-    fit: str = "crop",
-    background: str | tuple[int, int, int] | None = None,
-    fast_decode: bool = False,
-    layout: str = AUTO,
-    format: str | None = None,
-    jobs: int | None = None,
-    on_error: str = "skip",
-    max_errors: int | str | None = None,
-    overwrite: bool = False,
-    restart: bool = False,
-    force: bool = False,
     scanning: Callable[[int], None] | None = None,
 ) -> Plan:
-    """Check every argument and list the source; write nothing. Arguments and errors are those of `convert`.
+    """Check the paths and list the source; write nothing. Errors are those of `convert`.
 
     `scanning` is called with the number of files found, every thousand of them.
     """
-    if on_error not in ON_ERROR:
-        raise UsageError(f"unknown on_error {on_error!r}: expected one of {', '.join(ON_ERROR)}")
-    number_of_jobs = usable_cpus() if jobs is None else at_least_one("jobs", jobs)
-    settings = Preprocessing(parse_size(size), fit, fast_decode, parse_background(background))
     source, target = _checked_path(source, "source"), _checked_path(target, "target")
-    chosen = format_of_target(target, format)
-    path = _checked_target(target, overwrite=overwrite)
-    _error_limit(max_errors, 1)  # a wrong one is told before a long scan
-    listing = scan(source, layout, scanning)
+    chosen = format_of_target(target, options.format)
+    path = _checked_target(target, overwrite=options.overwrite)
+    listing = scan(source, options.layout, scanning, options.labelling())
     return Plan(
         listing,
         path,
         chosen,
-        settings,
-        number_of_jobs,
-        on_error,
-        _error_limit(max_errors, len(listing)),
-        overwrite,
-        restart,
-        force,
+        options,
+        options.preprocessing(),
+        options.processes(),
+        options.error_limit(len(listing)),
     )
-
-
-def _error_limit(max_errors: int | str | None, pictures: int) -> int | None:
-    """How many files may be skipped: a number, or "5%" of the pictures, rounded down."""
-    if max_errors is None:
-        return None
-    text = str(max_errors).strip()
-    number = text.removesuffix("%").strip()
-    is_percentage = text.endswith("%")
-    try:
-        value = float(number) if is_percentage else int(number)
-    except ValueError:
-        value = -1
-    if isinstance(max_errors, bool) or not 0 <= value < float("inf") or (is_percentage and value > 100):
-        raise UsageError(
-            f"max_errors {str(max_errors)[:40]!r}: expected a number of files such as 10, or a share such as 5%"
-        )
-    return int(pictures * value / 100) if is_percentage else int(value)
 
 
 def look_ahead(plan: Plan, *, decode: bool | None = None) -> Outlook:
@@ -145,7 +105,7 @@ def look_ahead(plan: Plan, *, decode: bool | None = None) -> Outlook:
 
 def check_room(plan: Plan, outlook: Outlook) -> None:
     """Raise TargetError where the disk cannot hold the store, unless the plan is forced."""
-    if outlook.store_bytes > outlook.free_bytes and not plan.force:
+    if outlook.store_bytes > outlook.free_bytes and not plan.options.force:
         raise TargetError(
             f"{plan.target}: the store will take about {human_bytes(outlook.store_bytes)}, and only "
             f"{human_bytes(outlook.free_bytes)} are free in {plan.target.parent}: make room, write elsewhere, choose a "
@@ -195,7 +155,7 @@ def _own_size(plan: Plan, index: int) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of large pictures: the conversion counts them
-            height, width = size_in_header(plan.listing.root, plan.listing.sample(index))
+            height, width = size_in_header(plan.listing.root, plan.listing.sample(index), plan.settings)
     except ImageError:
         return 0
     return height * width * 3

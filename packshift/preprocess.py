@@ -19,9 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from packshift.arguments import at_least_one
 from packshift.errors import ImageError, SourceError, UsageError
 from packshift.jpeg import SCALES, load_jpeg
+from packshift.pixel_limit import bomb_reason, check_pixels, pixels_up_to, scaled_limit
 from packshift.record import Record, Sample, encode_name
+from packshift.text import counted
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -52,13 +55,15 @@ class Preprocessing:
     `fit` says how a picture of another shape comes to `size`: "crop" covers it and cuts the middle out, "pad" fits
     inside and centres on black, "stretch" ignores the aspect ratio. With `fast_decode` a JPEG is decoded 2, 4 or 8 times
     smaller where that is still at least twice the scaled size in both directions. `background` is the (red, green, blue)
-    over which transparent pictures are laid; without it transparency is dropped, as `convert("RGB")` does.
+    over which transparent pictures are laid; without it transparency is dropped, as `convert("RGB")` does. A picture of
+    more than `max_pixels` is an error; None: as Pillow is set, which by default refuses more than 178,956,970.
     """
 
     size: tuple[int, int] | None = (256, 256)
     fit: str = "crop"
     fast_decode: bool = False
     background: tuple[int, int, int] | None = None
+    max_pixels: int | None = None
 
     def __post_init__(self) -> None:
         if self.fit not in FITS:
@@ -80,6 +85,8 @@ class Preprocessing:
             text += ", large JPEGs decoded smaller"
         if self.background is not None:
             text += ", transparent ones over #{:02x}{:02x}{:02x}".format(*self.background)
+        if self.max_pixels is not None:
+            text += f", those of more than {counted(self.max_pixels, 'pixel')} skipped"
         return text
 
     def _describe_size(self) -> str:
@@ -94,7 +101,7 @@ class Preprocessing:
         return f"upright, RGB, scaled to cover {target}, middle cut out"
 
     def to_json(self) -> dict[str, Any]:
-        """For the store's header; `fast_decode` and `background` only where they are used."""
+        """For the store's header; `fast_decode`, `background` and `max_pixels` only where they are used."""
         settings: dict[str, Any] = {
             "orientation": "as EXIF says",
             "mode": "RGB",
@@ -107,6 +114,8 @@ class Preprocessing:
             settings["fast_decode"] = True
         if self.background is not None:
             settings["background"] = list(self.background)
+        if self.max_pixels is not None:
+            settings["max_pixels"] = self.max_pixels
         return settings
 
     @classmethod
@@ -118,6 +127,7 @@ class Preprocessing:
             "crop" if size is None else str(fit),
             recorded.get("fast_decode") is True,
             None if background is None else parse_background(_colour(_integers(background))),
+            parse_max_pixels(recorded.get("max_pixels")),
         )
         if settings.to_json() != recorded:
             raise UsageError(f"preprocessing {recorded}: expected what this packshift does")
@@ -194,6 +204,11 @@ def parse_background(colour: str | tuple[int, int, int] | None) -> tuple[int, in
     return numbers[0], numbers[1], numbers[2]
 
 
+def parse_max_pixels(limit: int | None) -> int | None:
+    """The limit as an int, or None from None; raises UsageError for anything but a whole number of at least 1."""
+    return None if limit is None else at_least_one("max_pixels", limit)
+
+
 Lap = Callable[[str], None]
 """Called with the name of a stage when it is over."""
 
@@ -229,17 +244,21 @@ def load_record(root: str, sample: Sample, settings: Preprocessing, *, lap: Lap 
     return make_record(data, sample, settings, mtime_ns=after.st_mtime_ns, lap=lap)
 
 
-def size_in_header(root: str, sample: Sample) -> tuple[int, int]:
+def size_in_header(root: str, sample: Sample, settings: Preprocessing) -> tuple[int, int]:
     """(height, width) in pixels as a picture's header says, before it is turned upright; decodes nothing.
 
-    Raises ImageError where the header cannot be read.
+    Raises ImageError where the header cannot be read, or says more pixels than the settings allow.
     """
     from PIL import Image
 
     try:
-        with Image.open(os.path.join(os.fsencode(root), encode_name(sample.name))) as image:
+        with (
+            pixels_up_to(settings.max_pixels),
+            Image.open(os.path.join(os.fsencode(root), encode_name(sample.name))) as image,
+        ):
+            check_pixels(image.size, settings.max_pixels)
             return image.height, image.width
-    except MemoryError:
+    except (ImageError, MemoryError):
         raise
     except (
         Exception
@@ -252,14 +271,15 @@ def make_record(
 ) -> Record:
     """Decode and preprocess one picture. Raises ImageError with the reason where that cannot be done."""
     try:
-        image, (height, width), notes = _decode(data, settings, lap)
-        pixels = _fit(image, height, width, settings)
+        with pixels_up_to(settings.max_pixels):
+            image, (height, width), notes = _decode(data, settings, lap)
+            pixels = _fit(image, height, width, settings)
     except (ImageError, MemoryError):
         raise
     except (
         Exception
     ) as error:  # raised again as ImageError: plugins raise whatever a broken file makes them stumble over
-        raise ImageError(_reason(data, error)) from error
+        raise ImageError(_reason(data, error, settings)) from error
     if settings.size is not None and _enlarges(height, width, settings):
         notes.append("enlarged")
     return Record(
@@ -285,6 +305,7 @@ def _decode(data: bytes, settings: Preprocessing, lap: Lap) -> tuple[Picture, tu
         raise ImageError("empty file (0 bytes)")
     notes: list[str] = []
     with Image.open(io.BytesIO(data)) as opened:
+        check_pixels(opened.size, settings.max_pixels)
         if isinstance(opened, JpegImageFile):
             orientation, (width, height) = _orientation(opened), opened.size
             loaded = _load_jpeg(opened, data, settings, on_its_side=orientation in _SIDEWAYS)
@@ -384,10 +405,11 @@ def _fit(image: Picture, height: int, width: int, settings: Preprocessing) -> np
     target_height, target_width = settings.size
     target = (target_width, target_height)
     scaled_height, scaled_width = _scaled_size(height, width, settings)
-    if Image.MAX_IMAGE_PIXELS is not None and scaled_height * scaled_width > 2 * Image.MAX_IMAGE_PIXELS:
+    limit = scaled_limit(settings.max_pixels)
+    if limit is not None and scaled_height * scaled_width > limit:
         raise ImageError(
             f"too elongated: a picture of {width} x {height} pixels that covers {target_width} x {target_height} would "
-            f"have {scaled_width * scaled_height:,}, over Pillow's limit of {2 * Image.MAX_IMAGE_PIXELS:,}"
+            f"have {scaled_width * scaled_height:,}, over the limit of {limit:,} (--max-pixels raises it)"
         )
     left, top = round((scaled_width - target_width) / 2.0), round((scaled_height - target_height) / 2.0)
     if scaled_width > target_width and _widths_come_first(image, scaled_height, scaled_width):
@@ -447,13 +469,13 @@ def _enlarges(height: int, width: int, settings: Preprocessing) -> bool:
     return inner_height > height or inner_width > width
 
 
-def _reason(data: bytes, error: Exception) -> str:
+def _reason(data: bytes, error: Exception, settings: Preprocessing) -> str:
     """A short reason for a picture that Pillow does not read."""
     from PIL import Image, UnidentifiedImageError
 
     if isinstance(error, UnidentifiedImageError):
         return f"not a picture that Pillow can read (it begins with {data[:8]!r})"
     if isinstance(error, Image.DecompressionBombError):
-        return f"too many pixels: {error}"
+        return bomb_reason(error, settings.max_pixels)
     text = " ".join(str(error).split()) or type(error).__name__
     return f"cannot be decoded: {text}"

@@ -95,8 +95,9 @@ class Sample:
 class Listing:
     """What a source folder holds, in the order in which it is stored.
 
-    `names` are relative to `root`; `labels` (N,) int64 index `classes` or are all -1. `ignored` counts what was left
-    out per reason, `ignored_examples` names a few of each.
+    `names` are relative to `root`; `labels` (N,) int64 index `classes` or are all -1. `class_order` says how the classes
+    come to their labels where that is not by the string order of their names: "natural", "given" (by a list). `ignored`
+    counts what was left out per reason, `ignored_examples` names a few of each.
     """
 
     root: str
@@ -106,6 +107,7 @@ class Listing:
     labels: NDArray[np.int64]
     ignored: Mapping[str, int] = field(default_factory=Counter)
     ignored_examples: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    class_order: str | None = None
 
     def __len__(self) -> int:
         return len(self.names)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -14,6 +16,8 @@ from packshift.export import ExportReport
 from packshift.machine import usable_memory
 from packshift.planning import Outlook, Plan
 from packshift.preprocess import NOTES
+from packshift.record import Listing
+from packshift.sources._labelling import GIVEN, NATURAL, natural_key
 from packshift.sources._tree import OUTSIDE_CLASS
 from packshift.stores._reader import Reader
 from packshift.text import counted, human_bytes, human_time, printable
@@ -22,20 +26,25 @@ from packshift.verification import Verification
 _CLASSES_SHOWN = 20
 _NAMES_SHOWN = 3
 _KINDS_SHOWN = 10
+_SPLITS = frozenset(["train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"])
 
 
 def plan_text(plan: Plan) -> str:
     listing = plan.listing
-    classes = counted(len(listing.classes), "class") if listing.labelled else "no class folders: every label will be -1"
+    classes = _classes_text(plan) if listing.labelled else "no class folders: every label will be -1"
     lines = [
         f"{printable(listing.root)}: {counted(len(listing), 'picture')}, {classes}",
         f"{printable(str(plan.target))}: {plan.format.name}, {plan.settings.describe()}, {counted(plan.jobs, 'job')}",
     ]
-    lines += [
-        f"note: {note}" for note in _listing_notes(listing.ignored, listing.ignored_examples, listing.empty_classes)
-    ]
-    order_note = _numeric_order_note(listing.classes)
-    return "\n".join(lines + ([f"note: {order_note}"] if order_note else []))
+    notes = [*_listing_notes(listing), *_numeric_order_note(listing), *_split_note(plan)]
+    return "\n".join(lines + [f"note: {note}" for note in notes])
+
+
+def _classes_text(plan: Plan) -> str:
+    classes = counted(len(plan.listing.classes), "class")
+    if plan.listing.class_order == GIVEN:
+        return f"{classes} as in {printable(os.fsdecode(plan.options.classes_from or ''))}"
+    return classes if plan.listing.class_order is None else f"{classes} in {plan.listing.class_order} order"
 
 
 def outlook_text(outlook: Outlook) -> str:
@@ -62,27 +71,45 @@ def warning_text(plan: Plan) -> str:
     return f"packshift: left out, {OUTSIDE_CLASS}: {count:,} ({shown})"
 
 
-def _listing_notes(
-    ignored: Mapping[str, int], examples: Mapping[str, Sequence[str]], empty_classes: Sequence[str]
-) -> Iterator[str]:
-    for reason, count in ignored.items():
-        yield f"left out, {reason}: {count:,} ({_some(examples[reason], count)})"
-    if empty_classes:
-        shown = _some(empty_classes[:_NAMES_SHOWN], len(empty_classes))
-        yield f"class folders without a picture, which keep their label: {len(empty_classes):,} ({shown})"
+def _listing_notes(listing: Listing) -> Iterator[str]:
+    for reason, count in listing.ignored.items():
+        yield f"left out, {reason}: {count:,} ({_some(listing.ignored_examples[reason], count)})"
+    empty = listing.empty_classes
+    if empty:
+        what = "classes" if listing.class_order == GIVEN else "class folders"
+        yield f"{what} without a picture, which keep their label: {len(empty):,} ({_some(empty[:_NAMES_SHOWN], len(empty))})"
 
 
-def _numeric_order_note(classes: Sequence[str]) -> str | None:
-    if not classes or not all(name.isascii() and name.isdigit() for name in classes):
-        return None
-    by_number = sorted(classes, key=int)
+def _numeric_order_note(listing: Listing) -> Iterator[str]:
+    """Where names are numbers, and the order of text, which nobody asked for, is not that of the numbers."""
+    classes = listing.classes
+    if listing.class_order is not None or not all(name.isascii() and name.isdigit() for name in classes):
+        return
+    by_number = sorted(classes, key=natural_key)
     surprise = next((label for label, name in enumerate(classes) if name != by_number[label]), None)
-    if surprise is None:
-        return None
-    return (
-        "class folders are sorted as text, as torchvision does, not as numbers: "
-        f"label {surprise} is folder {classes[surprise]!r}, not {by_number[surprise]!r}"
-    )
+    if surprise is not None:
+        yield (
+            "class folders are sorted as text, as torchvision does, not as numbers: "
+            f"label {surprise} is folder {classes[surprise]!r}, not {by_number[surprise]!r} "
+            "(--class-order natural changes that)"
+        )
+
+
+def _split_note(plan: Plan) -> Iterator[str]:
+    """Where the folders taken for classes are the parts of a data set, whose classes lie one level below."""
+    parts = sorted(plan.listing.classes, key=lambda name: not name.lower().startswith("train"))
+    names = plan.listing.names
+    if plan.listing.class_order == GIVEN or not parts or not all(name.lower() in _SPLITS for name in parts):
+        return
+    if not any(names.raw(index).count(b"/") > 1 for index in range(len(names))):
+        return
+    first = plan.target.with_name(f"{parts[0]}{plan.target.suffix}")
+    commands = []
+    for part in parts:
+        words = [os.path.join(plan.listing.root, part), str(plan.target.with_name(f"{part}{plan.target.suffix}"))]
+        words += ["--classes-from", str(first)] if part != parts[0] else []
+        commands.append(f"packshift convert {printable(shlex.join(words))}")
+    yield f"{', '.join(parts)}: names of a data set's parts, not of classes; to convert each: {'; '.join(commands)}"
 
 
 def _some(names: Sequence[str], count: int) -> str:
@@ -166,7 +193,7 @@ def info_text(reader: Reader, *, all_classes: bool = False, all_skipped: bool = 
         ("notes", "; ".join(f"{NOTES.get(note, note)}: {count:,}" for note, count in facts["notes"].items()) or "none"),
         ("duplicates", _duplicates_text(facts["duplicates"])),
         ("made with", ", ".join(f"{name} {version}" for name, version in facts["tools"].items())),
-        ("classes", f"{len(facts['classes']):,}" if facts["labelled"] else "none: every label is -1"),
+        ("classes", _info_classes_text(facts)),
     ]
     lines = [f"{name:<14} {text}" for name, text in rows]
     lines += _shortened(
@@ -183,6 +210,13 @@ def info_text(reader: Reader, *, all_classes: bool = False, all_skipped: bool = 
         "--skipped lists all",
     )
     return "\n".join(lines)
+
+
+def _info_classes_text(facts: Mapping[str, Any]) -> str:
+    if not facts["labelled"]:
+        return "none: every label is -1"
+    orders = {GIVEN: ", in the order of a list that was given", NATURAL: ", in natural order"}
+    return f"{len(facts['classes']):,}" + orders.get(str(facts["source"].get("class_order")), "")
 
 
 def _duplicates_text(duplicates: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ from packshift.findings import Findings, Progress
 from packshift.preprocess import Preprocessing, load_record
 from packshift.record import Listing, Record, Sample, encode_name
 from packshift.sources import layout_names, scan
+from packshift.sources._labelling import GIVEN, NATURAL, Labelling
 from packshift.stores._reader import Reader
 from packshift.threads import in_order
 
@@ -45,11 +46,19 @@ def compare_with_source(
     settings, layout = _settings(reader), str(reader.info.source.get("layout"))
     if layout not in layout_names():
         raise StoreError(f"{reader.path} was made from a layout {layout!r}, which this packshift does not know")
-    listing = scan(source, layout)
+    listing = scan(source, layout, labelling=_labelling(reader))
     if listing.classes != reader.info.classes:
         findings.add("classes", f"the source's classes are not the store's: {_first_difference(listing, reader)}")
     found, skipped = _compare_names(reader, listing, findings)
     return _compare_pictures(reader, listing, settings, found, skipped, sample, jobs, bad, findings, progress)
+
+
+def _labelling(reader: Reader) -> Labelling:
+    """How the store's classes came to their labels; a folder that is new is a difference, no error."""
+    recorded = reader.info.source.get("class_order")
+    if recorded == GIVEN:
+        return Labelling(names=reader.info.classes, closed=False)
+    return Labelling(NATURAL) if recorded == NATURAL else Labelling()
 
 
 def _settings(reader: Reader) -> Preprocessing:

@@ -132,8 +132,8 @@ def become_worker(socket_fd: int, arena_fd: int, stderr_fd: int) -> None:
         if int(name) > _STDERR and int(name) not in (socket_fd, arena_fd):
             with suppress(OSError):  # the descriptor of the listing itself
                 os.close(int(name))
-    # Open until the process ends.
-    sys.stderr = open(_STDERR, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    # Open until the process ends, which flushes nothing: a line at a time.
+    sys.stderr = open(_STDERR, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
     serve(socket_fd)
 
 

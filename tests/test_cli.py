@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +17,8 @@ import pytest
 from click.testing import CliRunner, Result
 from helpers import encoded, formula_picture, make_folder, save
 
-from packshift import cli, conversion, planning
+from packshift import cli, conversion, convert, planning
+from packshift.options import Options
 from packshift.stores import format_names
 from packshift.stores._reader import Reader
 from packshift.text import human_bytes, printable
@@ -77,6 +81,9 @@ class TestConvert:
         ("options", "words"),
         [
             (("--background", "no colour"), "background 'no colour': expected a colour such as white or #ff8000"),
+            (("--class-order", "random"), "Invalid value for '--class-order'"),
+            (("--class-order", "natural", "--classes-from", "list.txt"), "a list has its own order; give one of them"),
+            (("--max-pixels", "0"), "Invalid value for '--max-pixels'"),
             (("--size", "none", "--fast-decode"), "fast_decode (--fast-decode) needs a size"),
         ],
     )
@@ -105,6 +112,16 @@ class TestConvert:
         outlook = json.loads(run("convert", pictures, target, "--dry-run", "--json").stdout)
         assert (outlook["pictures"], outlook["sampled"], outlook["unreadable"]) == (13, 13, 1)
         assert outlook["seconds"] > 0
+
+    def test_dry_run_and_info_know_max_pixels(self, pictures: Path, tmp_path: Path) -> None:
+        save(pictures / "ant" / "large.png", formula_picture(100, 100), "PNG")
+        words = ("convert", pictures, tmp_path / "out.h5", "--size", 8, "--max-pixels", 9999)
+        result = run(*words, "--dry-run", "--json")
+        assert "middle cut out, those of more than 9,999 pixels skipped, " in result.stderr
+        assert json.loads(result.stdout)["unreadable"] == 1
+        assert run(*words).exit_code == 3
+        assert "max_pixels 9999" in run("info", tmp_path / "out.h5").stdout
+        assert json.loads(run("info", tmp_path / "out.h5", "--json").stdout)["preprocessing"]["max_pixels"] == 9999
 
     @pytest.mark.parametrize("size", ["256", "100x50", "32", "none"])
     def test_the_forecast_size_is_within_5_percent(
@@ -218,8 +235,74 @@ class TestConvert:
         result = run("convert", tmp_path / "src", tmp_path / "out.lmdb", "--size", 16)
         assert (
             "note: class folders are sorted as text, as torchvision does, not as numbers: "
-            "label 1 is folder '10', not '2'" in result.stderr
+            "label 1 is folder '10', not '2' (--class-order natural changes that)\n" in result.stderr
         )
+
+    @pytest.mark.parametrize("names", [["1", "2", "3"], ["1", "2", "10"], ["a1", "a2", "a10"]])
+    def test_the_order_of_numbers_is_told_only_where_it_surprises(self, tmp_path: Path, names: list[str]) -> None:
+        make_folder(tmp_path / "src", names, 1)
+        (tmp_path / "list.txt").write_text("\n".join(reversed(names)))
+        options = [("--class-order", "natural"), ("--classes-from", tmp_path / "list.txt")]
+        told = [
+            run("convert", tmp_path / "src", tmp_path / "a.lmdb", "--dry-run", *option) for option in ((), *options)
+        ]
+        assert ["sorted as text" in result.stderr for result in told] == [names[-1] == "10", False, False]
+        assert "3 pictures, 3 classes in natural order\n" in told[1].stderr
+        assert f"3 pictures, 3 classes as in {tmp_path}/list.txt\n" in told[2].stderr
+
+    def test_classes_from_another_store(self, pictures: Path, store: Path, tmp_path: Path, suffix: str) -> None:
+        (pictures / "bee").rename(tmp_path / "bee")
+        target = tmp_path / f"val{suffix}"
+        result = run("convert", pictures, target, "--size", 16, "--classes-from", store)
+        assert result.exit_code == 0
+        assert "note: classes without a picture, which keep their label: 1 (bee)\n" in result.stderr
+        shown = run("info", target).stdout
+        assert "classes        3, in the order of a list that was given\n" in shown
+        assert "      1  bee  0\n      2  cow  4\n" in shown
+        assert json.loads(run("info", target, "--json").stdout)["source"]["class_order"] == "given"
+        make_folder(pictures, ["yak"], 1)
+        line = error_line(run("convert", pictures, tmp_path / "2.lmdb", "-q", "--classes-from", store), 1)
+        assert line.startswith(f"packshift: {pictures}: 'yak': no class of {store}, which has 'ant', 'bee', 'cow'; ")
+        assert not list(tmp_path.glob("*2.lmdb*"))
+
+    @pytest.mark.parametrize("names", [["train", "val"], ["Test", "training", "validation"], ["valid"]])
+    def test_parts_of_a_data_set_are_not_taken_for_classes_in_silence(self, tmp_path: Path, names: list[str]) -> None:
+        root = tmp_path / "my pictures"
+        for name in names:
+            make_folder(root / name, ["a", "b"], 1)
+        (note,) = re.findall("note: (.*)", run("convert", root, tmp_path / "out.h5", "--dry-run").stderr)
+        names = sorted(names, key=lambda name: (not name.startswith("train"), name))
+        first, *others = names
+        commands = [f"packshift convert '{root}/{first}' {tmp_path}/{first}.h5"]
+        commands += [
+            f"packshift convert '{root}/{name}' {tmp_path}/{name}.h5 --classes-from {tmp_path}/{first}.h5"
+            for name in others
+        ]
+        assert (
+            note
+            == f"{', '.join(names)}: names of a data set's parts, not of classes; to convert each: {'; '.join(commands)}"
+        )
+        (tmp_path / "list.txt").write_text("\n".join(names))
+        given = run("convert", root, tmp_path / "out.h5", "--dry-run", "--classes-from", tmp_path / "list.txt")
+        assert "to convert each" not in given.stderr
+        for command in commands:
+            assert run(*shlex.split(command)[1:], "-q").exit_code == 0
+        assert Reader(tmp_path / f"{names[-1]}.h5").info.classes == ("a", "b")
+
+    @pytest.mark.parametrize("folders", [["train", "val"], ["train/a", "other/b"]])
+    def test_classes_that_are_only_called_like_parts_are_classes(self, tmp_path: Path, folders: list[str]) -> None:
+        make_folder(tmp_path / "src", folders, 1)
+        assert "to convert each" not in run("convert", tmp_path / "src", tmp_path / "out.h5", "--dry-run").stderr
+
+    def test_every_option_is_one_of_the_function_and_of_the_command_with_the_same_default(self) -> None:
+        defaults = {field.name: field.default for field in dataclasses.fields(Options)}
+        arguments = inspect.signature(convert).parameters.values()
+        of_function = {each.name: each.default for each in arguments if each.kind is each.KEYWORD_ONLY}
+        assert {**defaults, "progress": None, "log": None} == of_function
+        parsed = cli.main.commands["convert"].make_context("convert", ["SRC", "OUT"]).params
+        others = ("source", "target", "as_json", "quiet", "dry_run")
+        of_command = {name.removesuffix("_"): value for name, value in parsed.items() if name not in others}
+        assert {**defaults, "size": "256"} == of_command
 
     def test_choices_are_the_formats_there_are(self) -> None:
         option = next(option for option in cli.main.commands["convert"].params if option.name == "format_")

@@ -16,14 +16,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import SAMPLE_PHOTOS, encoded, formula_picture, image_folder_samples, make_folder, resize_and_crop, save
+from odd_pictures import png_of
 
-from packshift import conversion, convert, preprocess
+from packshift import ImageFolderDataset, conversion, convert, preprocess
 from packshift.errors import ImageError, SourceError, TargetError, UsageError
+from packshift.options import Options
+from packshift.planning import look_ahead, make_plan
 from packshift.preprocess import NOTES
 from packshift.record import Sample
 from packshift.stores import _partial
 from packshift.stores._partial import partial_file, partial_path
 from packshift.stores._reader import Reader
+from packshift.verification import verify_store
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -42,6 +46,38 @@ def test_every_sample_photo_equals_resize_and_crop(tmp_path: Path, suffix: str) 
         assert reader.paths[index] == str(path.relative_to(SAMPLE_PHOTOS))
         assert reader.labels[index] == label
         assert np.array_equal(reader.pixels(index), resize_and_crop(path, 256)), path
+
+
+def test_a_huge_picture_needs_a_larger_limit(tmp_path: Path) -> None:
+    """182 million grey pixels: skipped by Pillow's guard, converted with `max_pixels`, which the store and verify know."""
+    save(tmp_path / "src" / "a" / "usual.png", formula_picture(20, 30), "PNG")
+    rows = (b"\0" + b"\x80" * 14_000) * 13_000
+    (tmp_path / "src" / "a" / "huge.png").write_bytes(png_of(14_000, 13_000, 8, 0, rows))
+    del rows
+    usual = convert(tmp_path / "src", tmp_path / "usual.lmdb", size=16)
+    reason = "too many pixels: 182,000,000, over the limit of 178,956,970 (--max-pixels sets another)"
+    assert [(each.path, each.reason) for each in usual.skipped] == [("a/huge.png", reason)]
+    target = tmp_path / "out.lmdb"
+    report = convert(tmp_path / "src", target, size=16, max_pixels=182_000_000, jobs=1)
+    assert (report.written, report.skipped, report.messages) == (2, (), {})
+    store = Reader(target)
+    assert store.info.preprocessing["max_pixels"] == 182_000_000
+    assert (store.pixels(0) == 128).all()
+    assert verify_store(target, tmp_path / "src", jobs=1).passed
+
+
+def test_max_pixels_is_about_decoding_forecasts_and_folder_datasets_alike(tmp_path: Path) -> None:
+    root = make_folder(tmp_path / "src", ["a"], 3)
+    save(root / "a" / "large.png", formula_picture(100, 100), "PNG")
+    report = convert(root, tmp_path / "out.lmdb", size=None, max_pixels=9999)
+    reason = "too many pixels: 10,000, over the limit of 9,999 (--max-pixels sets another)"
+    assert [(each.path, each.reason) for each in report.skipped] == [("a/large.png", reason)]
+    plans = [make_plan(root, tmp_path / "new.lmdb", Options(size=None, max_pixels=limit)) for limit in (9999, 10_000)]
+    without, whole = (look_ahead(plan, decode=False).store_bytes for plan in plans)
+    assert without < whole
+    assert ImageFolderDataset(root, size=None, max_pixels=10_000)[3][0].shape == (3, 100, 100)
+    with pytest.raises(ImageError, match=r"large\.png: too many pixels"):
+        ImageFolderDataset(root, size=None, max_pixels=9999)[3]
 
 
 def test_the_same_bytes_for_any_number_of_jobs(tmp_path: Path, suffix: str) -> None:

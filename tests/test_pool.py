@@ -97,12 +97,16 @@ class TestCrashes:
         assert len(given) == 24
         assert all(decoded.entry is not None for decoded in given)
 
-    def test_processes_that_cannot_start_are_one_line(self, source: Path) -> None:
+    @pytest.mark.parametrize("forked", [True, False])
+    def test_processes_that_cannot_start_are_one_line(
+        self, source: Path, monkeypatch: pytest.MonkeyPatch, forked: bool
+    ) -> None:
+        monkeypatch.setattr(pool, "_is_single_threaded", lambda: forked)
         with (
-            DecodingPool(str(source), SETTINGS, 1, loader="no_such_module:load") as pool,
+            DecodingPool(str(source), SETTINGS, 1, loader="no_such_module:load") as decoding,
             pytest.raises(UsageError, match=r"jobs 1: a decoding process does not start .*no_such_module.*; use fewer"),
         ):
-            list(pool.outcomes([Sample("a/0000.jpg", 0)], 1))
+            list(decoding.outcomes([Sample("a/0000.jpg", 0)], 1))
 
 
 class TestMessages:

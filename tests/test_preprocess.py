@@ -7,7 +7,9 @@ import json
 import os
 import struct
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -20,12 +22,14 @@ from PIL import __version__ as pillow_version
 
 from packshift import preprocess
 from packshift.errors import ImageError, UsageError
+from packshift.pixel_limit import pixels_up_to
 from packshift.preprocess import (
     Preprocessing,
     _widths_come_first,
     load_record,
     make_record,
     parse_background,
+    parse_max_pixels,
     parse_size,
 )
 from packshift.record import Record, Sample
@@ -250,7 +254,84 @@ class TestBrokenFiles:
     def test_a_decompression_bomb_is_an_error_of_its_own_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
         data = encoded(formula_picture(100, 100), "PNG")
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-        assert failure(data).startswith("too many pixels")
+        assert failure(data) == "too many pixels: 10,000, over the limit of 2,000 (--max-pixels sets another)"
+
+
+class TestMaxPixels:
+    """Another limit than Pillow's, which is 2,000 pixels here, with a warning above 1,000."""
+
+    PICTURES: ClassVar = {
+        "PNG": encoded(formula_picture(50, 100), "PNG"),
+        "JPEG": encoded(formula_picture(50, 100)),
+        "GIF": encoded(formula_picture(50, 100), "GIF"),
+        "WEBP": encoded(formula_picture(50, 100), "WEBP"),
+        "TIFF": encoded(formula_picture(50, 100), "TIFF"),
+        "MPO": encoded(
+            formula_picture(50, 100), "MPO", save_all=True, append_images=[formula_picture(50, 100)]
+        ),  # several of its kind check the limit once more while they decode
+    }
+
+    @pytest.fixture(autouse=True)
+    def pillow(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+
+    @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+    @pytest.mark.parametrize("kind", PICTURES)
+    @pytest.mark.parametrize(("limit", "told"), [(4999, 4999), (1, 1), (2400, 2400), (None, 2000)])
+    def test_a_picture_over_it_is_an_error_of_its_own_file(self, kind: str, limit: int | None, told: int) -> None:
+        with pytest.raises(ImageError) as caught:
+            make_record(self.PICTURES[kind], Sample("picture", 0), Preprocessing((8, 8), max_pixels=limit))
+        assert str(caught.value) == f"too many pixels: 5,000, over the limit of {told:,} (--max-pixels sets another)"
+        assert Image.MAX_IMAGE_PIXELS == 1000
+
+    @pytest.mark.parametrize("kind", PICTURES)
+    @pytest.mark.parametrize("limit", [5000, 10**12])
+    def test_a_larger_one_lets_pictures_through_without_a_warning(self, kind: str, limit: int) -> None:
+        record = make_record(self.PICTURES[kind], Sample("picture", 0), Preprocessing(None, max_pixels=limit))
+        assert record.pixels.shape == (50, 100, 3)
+        assert Image.MAX_IMAGE_PIXELS == 1000
+
+    def test_a_smaller_one_is_about_the_file_not_about_what_it_is_scaled_to(self) -> None:
+        data = encoded(formula_picture(10, 10), "PNG")
+        record = make_record(data, Sample("picture", 0), Preprocessing((40, 40), max_pixels=100))
+        assert record.pixels.shape == (40, 40, 3)
+
+    def test_it_is_the_limit_of_what_pictures_are_scaled_to_where_it_is_larger(self) -> None:
+        data = encoded(formula_picture(1, 100), "PNG")
+        words = "would have 10,000, over the limit of 9,999"
+        with pytest.raises(ImageError, match=words):
+            make_record(data, Sample("picture", 0), Preprocessing((10, 10), max_pixels=9999))
+        assert make_record(data, Sample("picture", 0), Preprocessing((10, 10), max_pixels=10_000)).pixels.any()
+
+    def test_pillow_is_left_as_it_was_by_many_threads(self) -> None:
+        def read(limit: int) -> tuple[int, ...]:
+            return make_record(
+                self.PICTURES["WEBP"], Sample("picture", 0), Preprocessing(None, max_pixels=limit)
+            ).pixels.shape
+
+        with ThreadPoolExecutor(8) as pool:
+            assert set(pool.map(read, [5000, 10**7, 10**6] * 40)) == {(50, 100, 3)}
+        assert Image.MAX_IMAGE_PIXELS == 1000
+
+    def test_a_child_forked_meanwhile_has_pillows_limit(self) -> None:
+        with pixels_up_to(10**6):
+            pid = os.fork()
+            if not pid:
+                os._exit(Image.MAX_IMAGE_PIXELS == 1000)
+            assert Image.MAX_IMAGE_PIXELS == 10**6
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+
+    def test_pillow_without_a_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+        with pytest.raises(ImageError, match="over the limit of 4,999"):
+            make_record(self.PICTURES["PNG"], Sample("picture", 0), Preprocessing(None, max_pixels=4999))
+        assert make_record(self.PICTURES["PNG"], Sample("picture", 0), Preprocessing(None)).pixels.any()
+        assert Image.MAX_IMAGE_PIXELS is None
+
+    @pytest.mark.parametrize("limit", [0, -1, 2.5, "many"])
+    def test_limits_that_cannot_be(self, limit: object) -> None:
+        with pytest.raises(UsageError, match=r"^max_pixels .*: expected a whole number of at least 1"):
+            parse_max_pixels(limit)
 
 
 @pytest.mark.parametrize(
@@ -346,10 +427,13 @@ class TestBackground:
 
 
 def test_new_settings_are_in_the_header_only_where_they_are_used() -> None:
-    assert not {"background", "fast_decode"} & set(Preprocessing().to_json())
-    both = Preprocessing(fast_decode=True, background=(1, 2, 3))
-    assert both.to_json() == {**Preprocessing().to_json(), "fast_decode": True, "background": [1, 2, 3]}
-    assert both.describe().endswith("middle cut out, large JPEGs decoded smaller, transparent ones over #010203")
+    assert not {"background", "fast_decode", "max_pixels"} & set(Preprocessing().to_json())
+    new = {"fast_decode": True, "background": [1, 2, 3], "max_pixels": 1000}
+    all_of_them = Preprocessing(fast_decode=True, background=(1, 2, 3), max_pixels=1000)
+    assert all_of_them.to_json() == {**Preprocessing().to_json(), **new}
+    assert all_of_them.describe().endswith(
+        "middle cut out, large JPEGs decoded smaller, transparent ones over #010203, those of more than 1,000 pixels skipped"
+    )
 
 
 class TestFilesThatChange:
@@ -392,11 +476,19 @@ class TestFilesThatChange:
         Preprocessing(None),
         Preprocessing((20, 30), "pad", fast_decode=True),
         Preprocessing((20, 30), "stretch", background=(1, 2, 255)),
+        Preprocessing(max_pixels=10**9),
     ],
 )
 def test_settings_come_back_from_json(settings: Preprocessing) -> None:
     recorded = settings.to_json()
     assert Preprocessing.from_json(recorded) == settings
-    for key, value in {"size": [0, 5], "fit": "squeeze", "filter": "nearest", "new": 1, "background": [1, 2]}.items():
+    for key, value in {
+        "size": [0, 5],
+        "fit": "squeeze",
+        "filter": "nearest",
+        "new": 1,
+        "background": [1, 2],
+        "max_pixels": 0,
+    }.items():
         with pytest.raises(UsageError, match=r"expected|unknown"):
             Preprocessing.from_json({**recorded, key: value})

@@ -153,6 +153,8 @@ class TestWhatCannotBeTrusted:
             convert(source, target, size=48)
         with pytest.raises(TargetError, match=r"fit was crop, now pad. Run that one again .* or add --restart"):
             convert(source, target, size=32, fit="pad")
+        with pytest.raises(TargetError, match=r"max_pixels was None, now 1000000. Run that one again"):
+            convert(source, target, size=32, max_pixels=10**6)
         assert_carried_on(source, target, undisturbed, 25)
 
     def test_other_files_are_named_and_nothing_is_lost(self, source: Path, target: Path, undisturbed: bytes) -> None:
@@ -163,6 +165,29 @@ class TestWhatCannotBeTrusted:
         os.rename(added, source / "b" / "0000.jpg")
         os.utime(source / "b" / "0000.jpg")
         assert convert(source, target, size=32).carried_on == 20
+
+    def test_another_order_of_classes_is_another_conversion_even_if_it_comes_out_the_same(
+        self, source: Path, target: Path, undisturbed: bytes, tmp_path: Path
+    ) -> None:
+        leave_unfinished(source, target)
+        with pytest.raises(TargetError, match=r"class_order was None, now natural\. Run that one again"):
+            convert(source, target, size=32, class_order="natural")
+        (tmp_path / "list.txt").write_text("a\nb\n")
+        with pytest.raises(TargetError, match=r"class_order was None, now given\. Run that one again"):
+            convert(source, target, size=32, classes_from=tmp_path / "list.txt")
+        assert_carried_on(source, target, undisturbed, 25)
+
+    def test_another_list_of_classes_is_another_conversion(self, source: Path, target: Path, tmp_path: Path) -> None:
+        lists = [tmp_path / "1.txt", tmp_path / "2.txt", tmp_path / "3.txt"]
+        for path, names in zip(lists, ("b\na\n", "b\na\nc\n", "b\na\n"), strict=True):
+            path.write_text(names)
+        with pytest.raises(Interrupted):
+            convert(source, target, size=32, classes_from=lists[0], progress=interrupt_at(25))
+        with pytest.raises(TargetError, match="or other classes hold them"):
+            convert(source, target, size=32, classes_from=lists[1])
+        with pytest.raises(TargetError, match="class_order was given, now None"):
+            convert(source, target, size=32)
+        assert convert(source, target, size=32, classes_from=lists[2]).carried_on == 25
 
     def test_a_new_class_changes_labels(self, source: Path, target: Path, undisturbed: bytes) -> None:
         leave_unfinished(source, target)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from packshift.errors import SourceError, UsageError
+from packshift.sources._labelling import BY_NAME, Labelling
 
 if TYPE_CHECKING:
     from packshift.record import Listing
@@ -32,7 +33,7 @@ class Layout(Protocol):
         """Whether `tree` looks like this layout. Exactly one layout should say so for any tree with a picture."""
         ...
 
-    def arrange(self, tree: Tree) -> Listing:
+    def arrange(self, tree: Tree, labelling: Labelling) -> Listing:
         """The pictures of `tree` with their labels, in the order in which they are stored."""
         ...
 
@@ -51,17 +52,22 @@ def get_layout(name: str) -> Layout:
     return found
 
 
-def scan(root: str | os.PathLike[str], layout: str = AUTO, progress: Callable[[int], None] | None = None) -> Listing:
+def scan(
+    root: str | os.PathLike[str],
+    layout: str = AUTO,
+    progress: Callable[[int], None] | None = None,
+    labelling: Labelling = BY_NAME,
+) -> Listing:
     """List the pictures under `root`, calling `progress` with the number of files found so far now and then.
 
-    Raises SourceError where the folder is missing, unreadable or holds no picture.
+    Raises SourceError where the folder is missing, unreadable, holds no picture, or a class folder that `labelling` lacks.
     """
     from packshift.sources._tree import read_tree
 
     tree = read_tree(Path(root), progress)
     candidates = [get_layout(name) for name in (layout_names() if layout == AUTO else [layout])]
     chosen = next((candidate for candidate in candidates if layout != AUTO or candidate.fits(tree)), None)
-    listing = chosen.arrange(tree) if chosen is not None else None
+    listing = chosen.arrange(tree, labelling) if chosen is not None else None
     if listing is None or not len(listing):
         raise SourceError(_nothing_found(tree, layout))
     return listing

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from packshift.errors import SourceError
 from packshift.record import UNLABELLED, Listing, Names
+from packshift.sources._labelling import Labelling
 from packshift.sources._tree import Tree
 
 
@@ -19,7 +21,12 @@ class Flat:
     def fits(self, tree: Tree) -> bool:
         return bool(tree.pictures) and not any(b"/" in picture for picture in tree.pictures)
 
-    def arrange(self, tree: Tree) -> Listing:
+    def arrange(self, tree: Tree, labelling: Labelling) -> Listing:
+        if labelling.names is not None:
+            raise SourceError(
+                f"{tree.root}: pictures without class folders get no labels: expected folders with names of "
+                f"{labelling.origin}; move the pictures into such folders, or leave --classes-from out"
+            )
         pictures = sorted(tree.pictures)
         return Listing(
             root=str(tree.root),
