@@ -12,10 +12,11 @@ import torch
 from click.testing import CliRunner, Result
 from torch.utils.data import Dataset, TensorDataset
 
-from packshift import cli, forecast, open_dataset
+from packshift import cli, forecast, open_dataset, probing
 from packshift.errors import StoreError, UsageError
 from packshift.forecast_results import Configuration
 from packshift.forecasting import ASSUMED_MAIN, Data, data_of, probe_path, shared_batches
+from packshift.isolation import Ended
 from packshift.memory import Memory
 from packshift.probing import Line, Probe, ProbeError, _split
 
@@ -128,7 +129,9 @@ class TestData:
         assert data_of(pictures) == Data(256 * 256 * 3 + 8, batched=False)
 
 
+@pytest.mark.parametrize("format_name", ["lmdb"])
 def test_a_real_probe(store: Path) -> None:
+    """Four processes start for it; what they measure does not depend on the format."""
     measured = probe_path(store, num_workers=1, start_method="fork")
     assert measured.batch_bytes_per_item == pytest.approx(32 * 32 * 3)
     assert 50e6 < measured.main.base < 1e9
@@ -138,7 +141,10 @@ def test_a_real_probe(store: Path) -> None:
     assert found.terms["main process"] == round(measured.main.base)
 
 
-def test_a_probe_that_fails_is_one_line(tmp_path: Path) -> None:
+def test_a_probe_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How a trial on such a store really ends is in test_bench.py."""
+    error = "ended with exit code 1: packshift.errors.StoreError: none.lmdb: cannot open the store"
+    monkeypatch.setattr(probing, "run_trial", lambda *_, **__: Ended(None, error, None))
     with pytest.raises(ProbeError, match=r"none\.lmdb: cannot be measured with batches of 8: .*cannot open the store"):
         probe_path(tmp_path / "none.lmdb")
 
