@@ -24,6 +24,7 @@ from packshift.benchmarking import default_num_workers
 from packshift.errors import PackshiftError, SourceError, UsageError
 from packshift.isolation import Trial, run_trial
 from packshift.pagecache import drop, resident_share, warm
+from packshift.stores._reader import Reader
 
 QUICK = {"repeats": 1, "seconds": 0.05, "num_workers": [0], "batch_size": 4, "size": 32}
 
@@ -268,10 +269,18 @@ def test_stores_that_are_there(folder: Path, tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_sample_is_spread_over_the_source(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmarking, "trial_process", FakeProcesses().start)
+    paths: list[str] = []
+
+    class Looking(FakeProcesses):
+        def run(self, trial: Trial, *, timeout: float) -> isolation.Ended:
+            paths.extend(Reader(trial.path).paths)
+            return super().run(trial, timeout=timeout)
+
+    monkeypatch.setattr(benchmarking, "trial_process", Looking().start)
     found = bench(folder, formats=["lmdb"], images=5, **QUICK)
     assert (found.images, found.source_images) == (5, 12)
     assert "measured on 5 of 12 pictures, evenly spread" in found.notes
+    assert paths == ["a/0000.jpg", "a/0002.jpg", "a/0004.jpg", "b/0001.jpg", "b/0003.jpg"]
 
 
 def test_cold(folder: Path) -> None:

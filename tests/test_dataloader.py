@@ -167,8 +167,12 @@ def test_an_item_read_in_threads_while_workers_are_forked(dataset: Dataset) -> N
 
 def distributed_rank(rank: int, port: int, paths: list[Path], queue: torch.multiprocessing.Queue) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    queue.put([epoch for path in paths for epoch in distributed_epochs(Numbered(open_dataset(path)))])
+    epochs: list[list[int]] = []
+    try:
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+        epochs = [epoch for path in paths for epoch in distributed_epochs(Numbered(open_dataset(path)))]
+    finally:
+        queue.put(epochs)  # whatever happened: the test waits for it
     torch.distributed.destroy_process_group()
 
 
