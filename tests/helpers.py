@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
@@ -18,6 +19,12 @@ from packshift.stores._writer import Description, Writer
 
 REPOSITORY = Path(__file__).parent.parent
 SAMPLE_PHOTOS = REPOSITORY / "sample_data" / "photos"
+
+FORKED_DECODERS = [
+    pytest.mark.usefixtures("forked_decoders"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+"""For tests of what a conversion does, not of how its decoding processes start; see the fixture."""
 
 
 def formula_picture(height: int, width: int, seed: int = 0) -> Image.Image:

@@ -15,13 +15,15 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
-from helpers import encoded, formula_picture, make_folder, save
+from helpers import FORKED_DECODERS, encoded, formula_picture, make_folder, save
 
 from packshift import cli, conversion, convert, planning
 from packshift.options import Options
 from packshift.stores import format_names
 from packshift.stores._reader import Reader
 from packshift.text import human_bytes, printable
+
+pytestmark = FORKED_DECODERS
 
 
 def run(*arguments: object) -> Result:

@@ -15,7 +15,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import SAMPLE_PHOTOS, encoded, formula_picture, image_folder_samples, make_folder, resize_and_crop, save
+from helpers import (
+    FORKED_DECODERS,
+    SAMPLE_PHOTOS,
+    encoded,
+    formula_picture,
+    image_folder_samples,
+    make_folder,
+    resize_and_crop,
+    save,
+)
 from odd_pictures import png_of
 
 from packshift import ImageFolderDataset, conversion, convert, preprocess
@@ -115,6 +124,8 @@ def test_own_sizes(tmp_path: Path, suffix: str) -> None:
 
 
 class TestBadFiles:
+    pytestmark = FORKED_DECODERS
+
     @pytest.fixture
     def source(self, tmp_path: Path) -> Path:
         root = make_folder(tmp_path / "src", ["a", "b"], 3)
@@ -204,6 +215,8 @@ class TestWhatIsNotTheFilesFault:
 
 
 class TestTarget:
+    pytestmark = FORKED_DECODERS
+
     def test_a_name_as_long_as_names_can_be(self, pictures: Path, tmp_path: Path) -> None:
         target = tmp_path / ("n" * 250 + ".lmdb")
         convert(pictures, target, size=16)
@@ -297,6 +310,8 @@ class TestTarget:
 
 
 class TestFullDisk:
+    pytestmark = FORKED_DECODERS
+
     @pytest.fixture
     def disk(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         """A disk that takes so many bytes and no more; set `disk[0]`."""
@@ -348,6 +363,8 @@ class TestFullDisk:
 
 class TestKilled:
     """A conversion in a process of its own, ended in the middle by a signal."""
+
+    pytestmark = FORKED_DECODERS
 
     def start(self, source: Path, target: Path) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "packshift", "convert", str(source), str(target), "--jobs", "1"]
@@ -417,7 +434,7 @@ def test_arguments_that_cannot_be_right(pictures: Path, tmp_path: Path) -> None:
 def test_conversions_in_threads_leave_the_warning_filters_as_they_were(pictures: Path, tmp_path: Path) -> None:
     before = list(warnings.filters)
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda number: convert(pictures, tmp_path / f"{number}.lmdb", size=16), range(9)))
+        list(pool.map(lambda number: convert(pictures, tmp_path / f"{number}.lmdb", size=16), range(6)))
     assert warnings.filters == before
 
 

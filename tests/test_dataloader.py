@@ -1,6 +1,7 @@
 """The stock DataLoader, in every way people start it, gives each picture and label of the source once an epoch.
 
-`pytest --full` runs every combination of workers, start methods and persistent_workers; without it, a sample.
+`pytest --full` runs every combination of workers, start methods, persistent_workers and formats; without it, a sample in
+which each pair of a start method and a format comes once, and each number of workers with each format.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSamp
 
 from packshift import open_dataset
 from packshift.record import Record
+from packshift.stores import format_names
 
 COUNT = 200
 RECORDS = make_records([(10, 12)] * COUNT)
@@ -31,20 +33,30 @@ Case = tuple[int, str | None, bool]
 ALL_CASES: list[Case] = [(0, None, False)] + [
     (workers, method, persistent) for workers in (1, 2, 4) for method in START_METHODS for persistent in (False, True)
 ]
-SAMPLE_CASES: list[Case] = [
-    (0, None, False),
-    (1, "fork", False),
-    (2, "fork", True),
-    (4, "fork", False),
-    (2, "spawn", True),
-    (1, "forkserver", True),
-]
+SAMPLE_CASES: dict[str, list[Case]] = {
+    "hdf5": [
+        (0, None, False),
+        (2, "fork", True),
+        (4, "fork", False),
+        (1, "spawn", True),
+        (1, "forkserver", False),
+    ],
+    "lmdb": [
+        (0, None, False),
+        (1, "fork", False),
+        (4, "fork", True),
+        (2, "spawn", True),
+        (2, "forkserver", True),
+    ],
+}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        cases = ALL_CASES if metafunc.config.getoption("full") else SAMPLE_CASES
-        metafunc.parametrize("case", cases, ids=lambda case: "{}-{}-{}".format(*case))
+        full = metafunc.config.getoption("full")
+        pairs = [(name, case) for name in format_names() for case in (ALL_CASES if full else SAMPLE_CASES[name])]
+        ids = ["{}-{}-{}-{}".format(name, *case) for name, case in pairs]
+        metafunc.parametrize(("format_name", "case"), pairs, ids=ids)
 
 
 @pytest.fixture
@@ -153,40 +165,54 @@ def test_an_item_read_in_threads_while_workers_are_forked(dataset: Dataset) -> N
             thread.join()
 
 
-def distributed_rank(rank: int, port: int, path: str, queue: torch.multiprocessing.Queue) -> None:
+def distributed_rank(rank: int, port: int, paths: list[Path], queue: torch.multiprocessing.Queue) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    dataset = Numbered(open_dataset(path))
+    epochs: list[list[int]] = []
+    try:
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+        epochs = [epoch for path in paths for epoch in distributed_epochs(Numbered(open_dataset(path)))]
+    finally:
+        queue.put(epochs)  # whatever happened: the test waits for it
+    torch.distributed.destroy_process_group()
+
+
+def distributed_epochs(dataset: Dataset) -> list[list[int]]:
+    """The indices of two epochs of this rank."""
     sampler = DistributedSampler(dataset, shuffle=True)
     loader = DataLoader(dataset, batch_size=16, sampler=sampler, num_workers=1, multiprocessing_context="fork")
-    seen = []
+    epochs: list[list[int]] = []
     for epoch in range(2):
         sampler.set_epoch(epoch)
+        epochs.append([])
         for indices, images, _ in loader:
             assert all(
                 equals_source(image, RECORDS[index]) for index, image in zip(indices.tolist(), images, strict=True)
             )
-            seen.append(indices.tolist())
-    queue.put([index for batch in seen for index in batch])
-    torch.distributed.destroy_process_group()
+            epochs[-1] += indices.tolist()
+    return epochs
 
 
-def test_distributed_sampler_with_two_processes(dataset: Dataset) -> None:
+def test_distributed_sampler_with_two_processes(tmp_path: Path) -> None:
+    """Starting them takes seconds: these two take a store of each format in turn."""
+    paths = [write_store(tmp_path / name, name, RECORDS) for name in format_names()]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    ranks = [context.Process(target=distributed_rank, args=(rank, port, dataset.path, queue)) for rank in range(2)]
+    ranks = [context.Process(target=distributed_rank, args=(rank, port, paths, queue)) for rank in range(2)]
     for process in ranks:
         process.start()
     seen = [queue.get() for _ in ranks]
     for process in ranks:
         process.join(60)
         assert process.exitcode == 0
-    assert [len(part) for part in seen] == [COUNT, COUNT]
-    for epoch in (slice(0, COUNT // 2), slice(COUNT // 2, COUNT)):
-        assert sorted(seen[0][epoch] + seen[1][epoch]) == list(range(COUNT))
+    assert [len(part) for part in seen] == [2 * len(paths)] * 2
+    for mine, others in zip(*seen, strict=True):
+        assert len(mine) == len(others) == COUNT // 2
+        assert sorted(mine + others) == list(range(COUNT))
+    for epochs in seen:
+        assert epochs[0] != epochs[1]
 
 
 def test_reading_a_truncated_store_in_a_worker_is_an_error_not_a_bus_error(dataset: Dataset, tmp_path: Path) -> None:

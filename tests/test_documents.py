@@ -33,6 +33,56 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sample pictures as sample.lmdb, in a folder that belongs to the whole module."""
+    target = tmp_path_factory.mktemp("documents") / "sample.lmdb"
+    convert(SAMPLE_PHOTOS, target)
+    return target
+
+
+@pytest.fixture
+def sample_store(folder: Path, converted: Path) -> Path:
+    """The store in the folder where the README has it."""
+    return Path(shutil.copy(converted, folder))
+
+
+END = "== end of a block"
+
+RUN_BLOCKS = f"""
+import runpy, sys, traceback
+
+for path in sys.argv[1:]:
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        print({END!r}, file=stream, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def said(converted: Path) -> dict[str, tuple[str, str]]:
+    """What each Python block printed, stdout and stderr. All run in one process, since importing torch takes seconds."""
+    paths = {}
+    for document, text in {"readme": README, "training": TRAINING}.items():
+        for number, code in enumerate(blocks(text, "python")):
+            paths[f"{document}{number}"] = path = converted.parent / f"{document}{number}.py"
+            path.write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", RUN_BLOCKS, *paths.values()],
+        cwd=converted.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    outs, errors = (text.split(f"{END}\n") for text in (done.stdout, done.stderr))
+    assert outs[-1] + errors[-1] == ""
+    return dict(zip(paths, zip(outs[:-1], errors[:-1], strict=True), strict=True))
+
+
 def shell(command: str) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
@@ -67,8 +117,7 @@ def comparable(text: str) -> list[str]:
     ]
 
 
-def test_the_commands_that_check_and_export_run(folder: Path) -> None:
-    convert(SAMPLE_PHOTOS, folder / "sample.lmdb")
+def test_the_commands_that_check_and_export_run(folder: Path, sample_store: Path) -> None:
     checking, exporting = (block.strip() for block in blocks(README, "sh")[2:4])
     done = shell(checking)
     assert done.returncode == 0, done.stderr
@@ -78,38 +127,6 @@ def test_the_commands_that_check_and_export_run(folder: Path) -> None:
     assert len(list((folder / "photos-again").rglob("*.png"))) == 24
 
 
-def test_the_tuning_command_runs(folder: Path) -> None:
-    convert(SAMPLE_PHOTOS, folder / "sample.lmdb")
-    (command,) = [block.strip() for block in blocks(README, "sh") if block.startswith("packshift tune")]
-    done = shell(f"{command} --max-workers 0 --target-batch-size 8")
-    assert done.returncode == 0, done.stderr
-    assert 'dataset = open_dataset("sample.lmdb")' in done.stdout
-
-
-def test_the_training_loop_runs(folder: Path) -> None:
-    convert(SAMPLE_PHOTOS, folder / "sample.lmdb")
-    (folder / "train.py").write_text(blocks(README, "python")[0])
-    done = subprocess.run([sys.executable, "-W", "error", "train.py"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"epoch 0: loss [\d.]+\nepoch 1: loss [\d.]+\n", done.stdout)
-
-
-def test_the_loader_example_runs(folder: Path) -> None:
-    convert(SAMPLE_PHOTOS, folder / "sample.lmdb")
-    (folder / "train.py").write_text(blocks(README, "python")[1])
-    done = subprocess.run([sys.executable, "-W", "error", "train.py"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_monitor_example_runs(folder: Path) -> None:
-    (folder / "train.py").write_text(blocks(README, "python")[2])
-    done = subprocess.run([sys.executable, "-W", "error", "train.py"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("peak ")
-    assert [line.split(":")[1] for line in done.stderr.splitlines()] == [" 100 steps", " 200 steps"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="pgrep")
 def sh_block(command: str) -> str:
     """The one block of README that begins with a command."""
     (found,) = [block.strip() for block in blocks(README, "sh") if block.startswith(command)]
@@ -117,19 +134,41 @@ def sh_block(command: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("command", "words"),
+    ("command", "fewer", "words"),
     [
-        ("packshift bench", "recommended"),
-        ("packshift estimate", "batches in shared memory"),
+        ("packshift bench", "--num-workers 0", "recommended"),
+        ("packshift estimate", "", "batches in shared memory"),
+        (
+            "packshift tune",
+            "--max-workers 0 --target-batch-size 1 --step-ms 300",
+            'dataset = open_dataset("sample.lmdb")',
+        ),
     ],
 )
-def test_the_measuring_commands_run(folder: Path, command: str, words: str) -> None:
-    convert(SAMPLE_PHOTOS, folder / "sample.lmdb")
-    done = shell(sh_block(command))
+def test_the_measuring_commands_run(sample_store: Path, command: str, fewer: str, words: str) -> None:
+    """With `fewer` cases than they try by themselves, each of which takes seconds. A long step needs no worker."""
+    done = shell(f"{sh_block(command)} {fewer}")
     assert done.returncode == 0, done.stderr
     assert words in done.stdout
 
 
+def test_the_training_loop_runs(said: dict[str, tuple[str, str]]) -> None:
+    out, errors = said["readme0"]
+    assert errors == ""
+    assert re.fullmatch(r"epoch 0: loss [\d.]+\nepoch 1: loss [\d.]+\n", out)
+
+
+def test_the_loader_example_runs(said: dict[str, tuple[str, str]]) -> None:
+    assert said["readme1"] == ("", "")
+
+
+def test_the_monitor_example_runs(said: dict[str, tuple[str, str]]) -> None:
+    out, errors = said["readme2"]
+    assert out.startswith("peak ")
+    assert [line.split(":")[1] for line in errors.splitlines()] == [" 100 steps", " 200 steps"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pgrep")
 def test_the_watching_command_runs(folder: Path) -> None:
     (folder / "train.py").write_text("import time; time.sleep(60)")
     training = subprocess.Popen([sys.executable, str(folder / "train.py")])
@@ -144,8 +183,11 @@ def test_the_watching_command_runs(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "suffix"), [(0, ".lmdb"), (1, ".h5")])
-def test_readers_without_packshift(folder: Path, number: int, suffix: str) -> None:
-    convert(SAMPLE_PHOTOS, folder / f"photos{suffix}")
+def test_readers_without_packshift(folder: Path, converted: Path, number: int, suffix: str) -> None:
+    if suffix == ".lmdb":
+        shutil.copy(converted, folder / "photos.lmdb")
+    else:
+        convert(SAMPLE_PHOTOS, folder / "photos.h5")
     reader, paths = blocks(FORMAT, "python")[number], blocks(FORMAT, "python")[2]
     assert "packshift" not in reader.replace("photos", "")
     assert len([line for line in reader.splitlines() if line and not line.startswith("import")]) <= 5
@@ -204,9 +246,6 @@ def test_sample_photos_are_what_the_script_draws() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(blocks(TRAINING, "python"))))
-def test_the_training_guide_runs(folder: Path, number: int) -> None:
-    convert(SAMPLE_PHOTOS, folder / "sample.lmdb")
-    (folder / "block.py").write_text(blocks(TRAINING, "python")[number])
-    done = subprocess.run([sys.executable, "-W", "error", "block.py"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
+def test_the_training_guide_runs(said: dict[str, tuple[str, str]], number: int) -> None:
+    _, errors = said[f"training{number}"]
+    assert errors == ""

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import SAMPLE_PHOTOS, formula_picture, make_records, save, write_store
+from helpers import FORKED_DECODERS, SAMPLE_PHOTOS, formula_picture, make_records, save, write_store
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -27,6 +27,8 @@ from packshift.export import export_store
 from packshift.record import Record
 from packshift.sources import scan
 from packshift.stores._reader import Reader
+
+pytestmark = FORKED_DECODERS
 
 LONG = "x" * 251
 
@@ -112,7 +114,7 @@ class TestRoundTrip:
             assert picture.format == "JPEG"
             assert np.abs(np.asarray(picture).astype(int) - Reader(store).pixels(0)).mean() < 12
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(data=st.data())
     def test_any_names_keep_their_order(self, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
         piece = st.sampled_from(["a", "b", ".jpg", ".png", ".jpeg", ".", " ", "-", "/", "p", "z", "~", "é", "\udcff"])

@@ -17,7 +17,7 @@ from packshift import cli, forecast, open_dataset, probing
 from packshift.errors import StoreError, UsageError
 from packshift.forecast_results import Configuration
 from packshift.forecasting import ASSUMED_MAIN, Data, data_of, probe, shared_batches
-from packshift.isolation import Trial
+from packshift.isolation import Ended, Trial
 from packshift.memory import Memory
 from packshift.probing import Line, Probe, ProbeError, _Point, _split, measure_constants
 
@@ -135,7 +135,9 @@ class TestData:
         assert data_of(pictures) == Data(256 * 256 * 3 + 8, batched=False)
 
 
+@pytest.mark.parametrize("format_name", ["lmdb"])
 def test_a_real_probe(store: Path) -> None:
+    """Four processes start for it; what they measure does not depend on the format."""
     measured = probe(store, num_workers=1, start_method="fork")
     assert measured.batch_bytes_per_item == pytest.approx(32 * 32 * 3)
     assert 50e6 < measured.main.base < 1e9
@@ -145,7 +147,10 @@ def test_a_real_probe(store: Path) -> None:
     assert found.terms["main process"] == round(measured.main.base)
 
 
-def test_a_probe_that_fails_is_one_line(tmp_path: Path) -> None:
+def test_a_probe_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How a trial on such a store really ends is in test_bench.py."""
+    error = "ended with exit code 1: packshift.errors.StoreError: none.lmdb: cannot open the store"
+    monkeypatch.setattr(probing, "run_trial", lambda *_, **__: Ended(None, error, None))
     with pytest.raises(ProbeError, match=r"none\.lmdb cannot be measured with batches of 8: .*cannot open the store"):
         measure_constants(Trial(str(tmp_path / "none.lmdb")), 3000)
     with pytest.raises(StoreError, match=r"none\.lmdb: cannot open the store"):

@@ -13,28 +13,46 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import formula_picture, make_folder, save
+from helpers import FORKED_DECODERS, formula_picture, make_folder, save
 
 from packshift import conversion, convert, journal
 from packshift.errors import ImageError, Interrupted, SourceError, TargetError
 from packshift.journal import journal_path
+from packshift.stores import format_names, get_format
 from packshift.stores._partial import PartialFile, partial_path
 from packshift.stores._reader import Reader
+
+pytestmark = FORKED_DECODERS
 
 COUNT = 40
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    root = make_folder(tmp_path / "src", ["a", "b"], COUNT // 2)
+def make_source(root: Path) -> Path:
+    make_folder(root, ["a", "b"], COUNT // 2)
     (root / "a" / "0005.jpg").write_bytes(b"broken")
     return root
 
 
 @pytest.fixture
-def undisturbed(source: Path, tmp_path: Path, suffix: str) -> bytes:
-    convert(source, tmp_path / f"undisturbed{suffix}", size=32)
-    return (tmp_path / f"undisturbed{suffix}").read_bytes()
+def source(tmp_path: Path) -> Path:
+    return make_source(tmp_path / "src")
+
+
+@pytest.fixture(scope="module")
+def undisturbed_stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    root = tmp_path_factory.mktemp("undisturbed")
+    source = make_source(root / "src")
+    stores = {}
+    for suffix in (get_format(name).suffixes[0] for name in format_names()):
+        convert(source, root / f"store{suffix}", size=32)
+        stores[suffix] = (root / f"store{suffix}").read_bytes()
+    return stores
+
+
+@pytest.fixture
+def undisturbed(undisturbed_stores: dict[str, bytes], suffix: str) -> bytes:
+    """The store of `source`; where that lies makes no difference."""
+    return undisturbed_stores[suffix]
 
 
 @pytest.fixture

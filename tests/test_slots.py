@@ -15,16 +15,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from helpers import make_records, write_store
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate, random_split
 
 from packshift import LMDBDataset, batches, open_dataset, slots
+from packshift.stores import format_names
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="slots need memfd, which only Linux has; elsewhere batches go torch's way"
@@ -57,6 +60,15 @@ def lmdb_dataset(tmp_path: Path) -> Dataset:
     return open_dataset(write_store(tmp_path / "store", "lmdb", RECORDS))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def only_what_is_new_is_collected() -> Iterator[None]:
+    """`gc.collect` after each test would go through all that torch has made, too."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_in_dev_shm() -> Iterator[None]:
     before = left_in_dev_shm()
@@ -69,14 +81,29 @@ def nothing_is_left_in_dev_shm() -> Iterator[None]:
 
 
 def left_in_dev_shm() -> set[str]:
-    """Names of this process and of processes that have ended; those of other running programs are their business."""
+    """Names of this process and of processes that have ended; those of other running programs are their business.
+
+    Torch's names say who made them. multiprocessing's semaphores do not, but whoever uses them has them mapped.
+    """
     names = {name: re.match(r"torch_(\d+)_", name) for name in os.listdir("/dev/shm")}
     own = os.getpid()
-    return {
+    left = {
         name
         for name, made_by in names.items()
         if made_by is None or int(made_by[1]) == own or not os.path.exists(f"/proc/{made_by[1]}")
     }
+    return left - mapped_by_others() if left else left
+
+
+def mapped_by_others() -> set[str]:
+    """What running programs that are no children of this process have mapped of /dev/shm."""
+    ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    found: set[str] = set()
+    for pid in psutil.pids():
+        if pid not in ours:
+            with suppress(OSError):  # ended, or not ours to look into
+                found |= set(re.findall(r"/dev/shm/(\S+)", Path(f"/proc/{pid}/maps").read_text()))
+    return found
 
 
 def index_of(image: torch.Tensor) -> int:
@@ -107,9 +134,24 @@ def slots_in_use() -> list[int]:
     return [len(peer.windows) for peer in slots._peers.values()]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every spawned worker imports torch, which takes seconds. Without --full they read hdf5 with persistent_workers in
+    one test, and lmdb without in another."""
+    if "method" not in metafunc.fixturenames:
+        return
+    combined = "persistent" in metafunc.fixturenames
+    sample = "hdf5" if combined else "lmdb"
+    cases = [
+        (name, method, persistent) if combined else (name, method)
+        for name in format_names()
+        for method in START_METHODS
+        for persistent in ((False, True) if combined else (False,))
+        if metafunc.config.getoption("full") or method != "spawn" or (name, persistent) == (sample, combined)
+    ]
+    metafunc.parametrize(("format_name", "method", "persistent") if combined else ("format_name", "method"), cases)
+
+
 class TestEveryCombination:
-    @pytest.mark.parametrize("persistent", [False, True])
-    @pytest.mark.parametrize("method", START_METHODS)
     def test_start_methods(self, dataset: Dataset, method: str, persistent: bool) -> None:
         assert dataset[0][1] == 0
         loader = workers(dataset, method, persistent_workers=persistent)
@@ -149,7 +191,6 @@ class TestEveryCombination:
 
 
 class TestNeverOverwritten:
-    @pytest.mark.parametrize("method", START_METHODS)
     def test_all_batches_can_be_kept(self, dataset: Dataset, method: str) -> None:
         kept = list(workers(dataset, method, batch_size=2))  # more batches than slots
         assert len(kept) == 75 > 2 * slots.MOST_SLOTS
@@ -389,8 +430,7 @@ import os, signal, sys
 from torch.utils.data import DataLoader
 from packshift import open_dataset
 
-if __name__ == "__main__":
-    how = sys.argv[2]
+def train(how):
     loader = DataLoader(open_dataset(sys.argv[1]), batch_size=8, num_workers=2, persistent_workers=True)
     for number, (images, labels) in enumerate(loader):
         if number == 3:
@@ -402,23 +442,43 @@ if __name__ == "__main__":
                 os.kill(int(children[0]), signal.SIGKILL)
             if how == "kill parent":
                 os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    trainings = []
+    for how in sys.argv[2:]:
+        trainings.append(os.fork())
+        if not trainings[-1]:
+            os.dup2(os.open(f"{how}.out", os.O_WRONLY | os.O_CREAT), 1)
+            os.dup2(os.open(f"{how}.err", os.O_WRONLY | os.O_CREAT), 2)
+            train(how)
+            break
+    else:
+        for pid in trainings:
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
-@pytest.mark.parametrize("how", ["end", "exception", "kill worker", "kill parent"])
-def test_nothing_is_left_however_it_ends(lmdb_dataset: Dataset, tmp_path: Path, how: str) -> None:
-    """No name in /dev/shm (see the fixture), no process, and so no memory: a memfd lives as long as who has it open."""
+def test_nothing_is_left_however_it_ends(lmdb_dataset: Dataset, tmp_path: Path) -> None:
+    """No name in /dev/shm (see the fixture), no process, and so no memory: a memfd lives as long as who has it open.
+
+    The trainings are forked from one process, which has imported torch and done nothing else, and run side by side:
+    workers whose parent is gone notice it after 5 seconds.
+    """
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, str(script), lmdb_dataset.path, how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == {"end": 0, "exception": 1, "kill worker": 1, "kill parent": -signal.SIGKILL}[how]
-    if how == "kill worker":
-        assert "exited unexpectedly" in done.stderr or "killed by signal" in done.stderr
-    pids = [int(pid) for pid in done.stdout.split()]
-    assert len(pids) == 3
+    codes = {"end": 0, "exception": 1, "kill worker": 1, "kill parent": -signal.SIGKILL}
+    command = [sys.executable, str(script), lmdb_dataset.path, *codes]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert dict(zip(codes, map(int, done.stdout.split()), strict=True)) == codes
+    errors = {how: (tmp_path / f"{how}.err").read_text() for how in codes}
+    assert errors["end"] == ""
+    assert "RuntimeError: in the loop" in errors["exception"]
+    assert "exited unexpectedly" in errors["kill worker"] or "killed by signal" in errors["kill worker"]
+    pids = [[int(pid) for pid in (tmp_path / f"{how}.out").read_text().split()] for how in codes]
+    assert [len(each) for each in pids] == [3] * len(codes)
     deadline = time.monotonic() + 30
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+    while any(os.path.exists(f"/proc/{pid}") for each in pids for pid in each):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 

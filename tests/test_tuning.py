@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import runpy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 from users_things import Deadly, Noise, Step, names_only
 
-from packshift import cli, convert, open_dataset, tune, tuning
+from packshift import cli, open_dataset, tune, tuning, tuning_search
 from packshift.arguments import parse_bytes
 from packshift.carried import Carried, pack
 from packshift.errors import PackshiftError, UsageError
 from packshift.forecast_results import MB, Configuration, TuningTrial
 from packshift.isolation import Ended, Trial, run_trial
 from packshift.memory import Limits
+from packshift.trial import measure
 from packshift.tuning_code import code_of
 from packshift.tuning_search import MOST_TRIALS, NOISE, Search, Space, choose, doublings, halvings, speed_of
 
@@ -502,33 +503,37 @@ class TestBadInput:
         with pytest.raises(UsageError, match=rf"step: cannot be pickled .*lambda.*{advice}"):
             tune(Noise(), lambda batch: None)
 
-    def test_what_only_a_script_defines(self, tmp_path: Path) -> None:
+    def test_what_only_a_script_defines(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         script = tmp_path / "train.py"
         script.write_text(
             "from users_things import Noise\nfrom packshift import tune\n"
             "def step(batch): pass\n"
             "try: tune(Noise(), step)\nexcept ValueError as error: print(error)\n"
         )
-        code = "import runpy, sys; sys.path[:] = sys.argv[2:]; runpy.run_path(sys.argv[1], run_name='__main__')"
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(script), *sys.path], capture_output=True, text=True, timeout=100
-        )
-        assert done.stdout == (
+        runpy.run_path(str(script), run_name="__main__")
+        assert capsys.readouterr().out == (
             "step: step is defined in the script that runs; trials run in fresh processes: move it into a module (a .py "
             "file) of its own and import it from there\n"
-        ), done.stderr
+        )
+
+
+def measured_here(trial: Trial, **_: object) -> Ended:
+    """A real measurement without a process of its own, which would take seconds to start."""
+    return Ended(asdict(measure(replace(trial, seconds=0.2))), None, None)
 
 
 class TestRealTrials:
     """Few and short; tests/kept_promise.py has the long ones."""
 
-    def test_a_store(self, pictures: Path, tmp_path: Path) -> None:
-        convert(pictures, tmp_path / "my store.lmdb", size=32)
-        words = ["tune", str(tmp_path / "my store.lmdb"), "--max-workers", "1", "--target-batch-size", "4"]
-        words += ["--json", "--start-method", "spawn", "--step-ms", "20"]
+    def test_a_store(self, stores_made_once: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+        """test_documents.py runs the README's command in processes of its own, test_bench.py one with spawned workers."""
+        monkeypatch.setattr(tuning, "run_trial", measured_here)
+        words = ["tune", str(stores_made_once[".lmdb"]), "--max-workers", "1", "--target-batch-size", "4"]
+        words += ["--json", "--start-method", "fork", "--step-ms", "20"]
         result = CliRunner().invoke(cli.main, words)
         assert result.exit_code == 0, result.output
         found = json.loads(result.stdout)
+        assert {trial["num_workers"] for trial in found["trials"]} >= {0, 1}
         assert [trial["error"] for trial in found["trials"]] == [None] * len(found["trials"])
         assert 0.3 < found["choice"]["busy"] <= 1
         assert found["choice"]["peak_mb"] > 50
@@ -536,17 +541,16 @@ class TestRealTrials:
         exec(found["choice"]["code"], names)
         assert sum(len(labels) for _, labels in names["loader"]) == 12
 
-    def test_an_open_dataset_of_packshift(self, pictures: Path, tmp_path: Path) -> None:
+    def test_an_open_dataset_of_packshift(self, stores_made_once: dict[str, Path], tmp_path: Path) -> None:
         """Its batches are channels last; their bytes are known after the first trial."""
-        convert(pictures, tmp_path / "my store.lmdb", size=32)
         carried = tmp_path / "carried"
-        pack(Carried(open_dataset(tmp_path / "my store.lmdb")), str(carried))
-        result = run_trial(Trial("", batch_size=4, carried=str(carried), seconds=0.1), timeout=100).result
-        assert result is not None
-        assert result["mb_per_s"] * 1e6 / result["images_per_s"] == pytest.approx(3 * 32 * 32 + 8)
+        pack(Carried(open_dataset(stores_made_once[".lmdb"])), str(carried))
+        result = measure(Trial("", batch_size=4, carried=str(carried), seconds=0.1))
+        assert result.mb_per_s * 1e6 / result.images_per_s == pytest.approx(3 * 32 * 32 + 8)
 
-    def test_a_users_dataset_and_step(self) -> None:
+    def test_a_users_dataset_and_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What the step takes of memory counts, dicts and NaN are as good as any batch."""
+        monkeypatch.setattr(tuning_search, "_ROUNDS", 0)  # measured once is enough
         options = {"memory_limit": "2GB", "target_batch_size": 8, "max_workers": 0, "seconds": 0.3}
         heavy = tune(Noise(cost_s=0.005), Step(0.01, mb=300), **options)
         light = tune(Noise(cost_s=0.005), Step(0.01), **options)
@@ -559,7 +563,8 @@ class TestRealTrials:
         assert busy is not None
         assert 0.1 < busy < 0.5  # 10 ms of work after 8 x 5 ms of loading
 
-    def test_a_collate_fn_of_the_user(self) -> None:
+    def test_a_collate_fn_of_the_user(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tuning, "run_trial", measured_here)
         found = tune(Noise(), collate_fn=names_only, max_workers=0, target_batch_size=4, seconds=0.1)
         assert found.choice is not None
         assert "collate_fn=collate_fn" in found.choice.code
@@ -576,9 +581,13 @@ class TestRealTrials:
         carried = tmp_path / "carried"
         pack(Carried(Noise(values=500_000, cost_s=0.02)), str(carried))
         common = Trial("", batch_size=8, num_workers=1, seconds=0.2, carried=str(carried), fill=True)
-        ended = [
-            run_trial(replace(common, prefetch_factor=ahead), timeout=100, memory_limit=4 * GB) for ahead in (1, 8)
-        ]
+        with ThreadPoolExecutor() as pool:  # side by side, since each imports torch for seconds
+            ended = list(
+                pool.map(
+                    lambda ahead: run_trial(replace(common, prefetch_factor=ahead), timeout=100, memory_limit=4 * GB),
+                    (1, 8),
+                )
+            )
         assert [one.error for one in ended] == [None, None]
         one, eight = (each.peak_bytes or 0 for each in ended)
         assert eight - one > 0.9 * 7 * 8 * 2 * MB

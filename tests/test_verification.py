@@ -16,7 +16,7 @@ import h5py
 import lmdb
 import numpy as np
 import pytest
-from helpers import SAMPLE_PHOTOS, encoded, formula_picture, make_records, save, write_store
+from helpers import FORKED_DECODERS, SAMPLE_PHOTOS, encoded, formula_picture, make_records, save, write_store
 from test_cli import error_line, run
 
 from packshift import convert, findings, source_comparison, verification
@@ -25,6 +25,8 @@ from packshift.record import Record
 from packshift.stores._reader import Reader
 from packshift.stores._writer import Writer
 from packshift.verification import Verification, verify_store
+
+pytestmark = FORKED_DECODERS
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -95,7 +97,7 @@ class TestStore:
         assert verify_store(path).passed
 
     def test_a_flipped_byte_anywhere_else_is_told_and_blames_no_pixels(
-        self, tmp_path: Path, format_name: str, own_sizes: bool
+        self, tmp_path: Path, format_name: str, own_sizes: bool, pytestconfig: pytest.Config
     ) -> None:
         """Padding, frames, the tree of keys, the HDF5 library's tables, the user block, arrays, the header."""
         path, rng = make_store(tmp_path, format_name, own_sizes, 5), random.Random(0)
@@ -106,7 +108,7 @@ class TestStore:
             pixels = reader.pixels(index)
             free[pixels.ctypes.data - base :][: pixels.size] = False
         del reader
-        for place in rng.sample(np.flatnonzero(free).tolist(), 250):
+        for place in rng.sample(np.flatnonzero(free).tolist(), 250 if pytestconfig.getoption("full") else 100):
             flip(path, place)
             try:
                 found = verify_store(path)
