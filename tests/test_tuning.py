@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import runpy
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -581,13 +580,9 @@ class TestRealTrials:
         carried = tmp_path / "carried"
         pack(Carried(Noise(values=500_000, cost_s=0.02)), str(carried))
         common = Trial("", batch_size=8, num_workers=1, seconds=0.2, carried=str(carried), fill=True)
-        with ThreadPoolExecutor() as pool:  # side by side, since each imports torch for seconds
-            ended = list(
-                pool.map(
-                    lambda ahead: run_trial(replace(common, prefetch_factor=ahead), timeout=100, memory_limit=4 * GB),
-                    (1, 8),
-                )
-            )
+        ended = [
+            run_trial(replace(common, prefetch_factor=ahead), timeout=100, memory_limit=4 * GB) for ahead in (1, 8)
+        ]
         assert [one.error for one in ended] == [None, None]
         one, eight = (each.peak_bytes or 0 for each in ended)
         assert eight - one > 0.9 * 7 * 8 * 2 * MB
