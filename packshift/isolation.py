@@ -20,10 +20,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
+import psutil
+
 from packshift.memory import Memory, memory_of, open_shared_memory, tree_of
 
 _START = "import sys; sys.path[:] = sys.argv[2:]; from packshift.trial import main; main(int(sys.argv[1]))"
 _LONGEST_WORDS = 300
+_TRACKER = "multiprocessing.resource_tracker"
+_TRACKER_SECONDS = 2.0
 
 
 LOADERS = ("dataloader", "threads")
@@ -202,13 +206,36 @@ def _watch(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and everything in its session; workers may outlive it."""
+    """End the process and everything in its session; workers may outlive it.
+
+    The resource tracker of multiprocessing comes last: when the others are gone, it removes what they have left in
+    /dev/shm, and ends.
+    """
+    trackers = []
+    for pid in _session_of(process.pid):
+        with suppress(psutil.Error, ProcessLookupError):
+            if any(_TRACKER in word for word in psutil.Process(pid).cmdline()):
+                trackers.append(pid)
+            else:
+                os.kill(pid, signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + _TRACKER_SECONDS
+    while time.monotonic() < deadline and any(map(psutil.pid_exists, trackers)):
+        time.sleep(0.005)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
     if process.stdin is not None:
         with suppress(BrokenPipeError):
             process.stdin.close()
+
+
+def _session_of(leader: int) -> list[int]:
+    found = []
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getsid(pid) == leader:
+                found.append(pid)
+    return found
 
 
 def _ended(code: int, answer: IO[bytes], words: IO[bytes], peak: int | None, reason: str | None) -> Ended:

@@ -385,6 +385,17 @@ class TestIsolation:
         assert self.run(monkeypatch, code, timeout=1.0).error == "no result after 1 s"
         assert time.monotonic() - started < 20
 
+    def test_names_in_dev_shm(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """As those of queues to spawned workers, which multiprocessing's resource tracker removes."""
+        code = (
+            "import multiprocessing, time; lock = multiprocessing.get_context('spawn').Lock(); "
+            "open('NAME', 'w').write(lock._semlock.name); time.sleep(60)"
+        )
+        made = tmp_path / "name"
+        code = code.replace("NAME", str(made))
+        assert self.run(monkeypatch, code, timeout=2.0).error == "no result after 2 s"
+        assert not os.path.exists(f"/dev/shm/sem.{made.read_text().lstrip('/')}")
+
     def test_too_much_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         code = "import time; hog = bytearray(b'x') * 300_000_000; time.sleep(60)"
         ended = self.run(monkeypatch, code, memory_limit=150_000_000)
