@@ -22,11 +22,12 @@ PICTURES = "jpeg"
 
 @dataclass(frozen=True)
 class Place:
-    """Where one format's data lies."""
+    """Where one format's data lies, or the `error` for want of which there is none."""
 
     path: str
     store_mb: float
     convert_s: float | None
+    error: str | None = None
 
 
 @dataclass
@@ -113,7 +114,7 @@ def _add_from_folder(
         try:
             report = convert(folder, target, size=size, fit=fit)
         except ImportError as error:
-            notes.append(f"{name}: not measured, its library is missing ({error})")
+            places[name] = Place("", 0.0, None, f"its library is missing: {error}")
             continue
         places[name] = Place(str(target), report.store_bytes / 1e6, report.seconds)
         if report.skipped:

@@ -182,7 +182,7 @@ class Size:
 
 
 def sizes(rows: Sequence[Row]) -> list[Size]:
-    return list(dict.fromkeys(Size(row.format, row.store_mb, row.convert_s) for row in rows))
+    return list(dict.fromkeys(Size(row.format, row.store_mb, row.convert_s) for row in rows if row.store_mb))
 
 
 def size_text(size: Size) -> str:

@@ -302,7 +302,7 @@ def _case(name: str, loader: str, count: int, limit: bool, place: Place, images:
         store_mb=place.store_mb,
         convert_s=place.convert_s,
     )
-    return _Case(row, trial)
+    return _Case(row, trial, error=place.error)
 
 
 def _run_all(cases: Sequence[_Case], settings: Settings, progress: Progress | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -482,6 +483,18 @@ class FakeProcesses:
         return isolation.Ended(
             {**figures, "limit_images_per_s": 1.0 if trial.limit else None, "checksum": "0"}, None, 0
         )
+
+
+def test_a_format_whose_library_is_missing_is_a_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmarking, "trial_process", FakeProcesses().start)
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    found = bench(folder, **QUICK)
+    errors = {row.format: row.error for row in found.rows}
+    assert (errors["jpeg"], errors["lmdb"]) == (None, None)
+    assert str(errors["hdf5"]).startswith("its library is missing: ")
+    text = bench_text(found)
+    assert "failed: its library is missing" in " ".join(text.split())
+    assert "hdf5            0.0 MB" not in text
 
 
 def test_a_case_that_dies_is_a_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
