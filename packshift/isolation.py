@@ -49,8 +49,8 @@ class Trial:
     batch on, the start of the workers included.
 
     `carried` is a file with a dataset and a step of the user (`packshift.carried`) in the place of `path` and `step_ms`.
-    With `fill` the consumer holds its last batch and stands still after the time is up, until the queues must be full:
-    memory is then what a consumer meets that is slower than its loader.
+    With `fill` the consumer brings about, after the time is up, the most memory that a training can meet: it stands still
+    until the queues must be full, holds a batch of each worker in turn, and takes all that is ready at once.
     """
 
     path: str

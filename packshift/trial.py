@@ -127,7 +127,9 @@ def measure(trial: Trial) -> Result:
     before = _look(trial, batches, step, warm_up) if trial.growth and not trial.cold else None
     timed = _timed(trial, batches, step, warm_up, -(-count // trial.batch_size))
     grown = None if before is None else (_unreclaimable() - before.nbytes, before.images + timed.images)
-    time.sleep(0.05 + (_filling_s(trial, timed) if trial.fill else 0.0))  # what is held then is held in training
+    if trial.fill:
+        _fill(trial, batches, timed)
+    time.sleep(0.05)  # what is held then is held in training
     result = _result(timed, warm_up, resident)
     if grown is not None:
         result = replace(result, growth_mb=grown[0] / 1e6, growth_mb_per_1k=grown[0] / 1e3 / grown[1])
@@ -147,12 +149,33 @@ def _one_thread(trial: Trial, dataset: Dataset[Any], order: EndlessSampler) -> O
     return pass_over_store(dataset, order, trial.seconds, trial.batch_size)
 
 
-def _filling_s(trial: Trial, timed: _Timed) -> float:
-    """Seconds in which empty queues are full again, if nobody takes from them: half as long again as they should need."""
+def _fill(trial: Trial, batches: Iterator[Any], timed: _Timed) -> None:
+    """Bring about the most memory that a training can meet whose steps are now longer, now shorter than its loader's.
+
+    The consumer stands still until all queues are full. Then it holds a batch of each worker in turn while that worker
+    makes its next, so that each has as much shared memory as it ever needs. Then it takes all that is ready at once, and
+    all workers make batches at the same time. At last it stands still again.
+    """
     if trial.loader == "dataloader" and not trial.num_workers:
-        return 0.0
-    ahead = max(1, trial.num_workers) * (trial.prefetch_factor or 2)
-    return 1.5 * ahead * timed.seconds / timed.batches
+        return
+    workers = max(1, trial.num_workers)
+    ahead = workers * (trial.prefetch_factor or 2)
+    alone = max(timed.cpu_s, timed.seconds - timed.worked) / timed.batches  # seconds that a worker needs for a batch
+    together = min(alone, timed.seconds / timed.batches)
+    _stand_still(ahead * together)
+    if trial.loader == "dataloader":
+        for _ in range(workers):
+            before, timed.held = timed.held, next(batches)
+            _stand_still(alone)
+            del before  # a loop's variable has the old batch until it gets the new one, which may be long enough
+        for _ in range(ahead):
+            timed.held = next(batches)
+        _stand_still(ahead * together)
+
+
+def _stand_still(needed: float) -> None:
+    """For half as long again as should be needed; a batch in new memory takes far longer than one in memory used before."""
+    time.sleep(max(0.2, 1.5 * needed))
 
 
 def _make_cold(trial: Trial, dataset: Dataset[Any]) -> float:
