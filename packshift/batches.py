@@ -91,7 +91,7 @@ default_collate_fn_map[BatchSample] = _collate_samples
 class InlineTensor(torch.Tensor):
     """A tensor that travels to the parent inside the message, not as shared memory of its own."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch.nn.Parameter has
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own switch; typed as a method
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: Any = self.as_subclass(torch.Tensor)

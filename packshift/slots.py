@@ -60,7 +60,7 @@ _SWEEP_SECONDS = 1.0
 class SlotTensor(torch.Tensor):
     """A batch that lies in a slot. Every operation on it gives a plain tensor."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch.nn.Parameter has
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own switch; typed as a method
 
     _slot: _Slot
     _made_as: tuple[Any, ...]

@@ -8,7 +8,7 @@ one; `Loader` passes a generator that depends on its seed, the epoch and the bat
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,7 +28,7 @@ class BatchTransform(ABC):
 class Compose(BatchTransform):
     """One transform after another. Others than those of this module are called with the images alone."""
 
-    def __init__(self, transforms: Sequence[object]) -> None:
+    def __init__(self, transforms: Sequence[Callable[..., torch.Tensor]]) -> None:
         self.transforms = list(transforms)
 
     def __call__(self, images: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -40,11 +40,13 @@ class Compose(BatchTransform):
         return f"Compose({self.transforms})"
 
 
-def apply(transform: object, images: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+def apply(
+    transform: Callable[..., torch.Tensor], images: torch.Tensor, generator: torch.Generator | None
+) -> torch.Tensor:
     """Call a transform of ours with the generator, any other callable with the images alone."""
     if isinstance(transform, BatchTransform):
         return transform(images, generator)
-    return transform(images)  # type: ignore[operator, no-any-return]  # Loader has checked that it can be called
+    return transform(images)
 
 
 class RandomCrop(BatchTransform):
