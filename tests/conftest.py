@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import multiprocessing
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from packshift import convert, pool
 from packshift.stores import format_names, get_format
 
 multiprocessing.set_forkserver_preload(["torch"])  # once a session, not once a worker: it takes seconds
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # run with & or nohup: the commands tested would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -585,7 +585,8 @@ class TestRealTrials:
         ]
         assert [one.error for one in ended] == [None, None]
         one, eight = (each.peak_bytes or 0 for each in ended)
-        assert eight - one > 0.9 * 7 * 8 * 2 * MB
+        # A batch that is being made and its samples may be in one of the sampled peaks and not in the other.
+        assert eight - one > (7 - 2) * 0.9 * 8 * 2 * MB
         assert ended[0].result is not None
         assert ended[1].result is not None
         assert ended[1].result["shm_mb"] - ended[0].result["shm_mb"] == pytest.approx(7 * 8 * 2, rel=0.05)
