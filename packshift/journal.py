@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from threading import Lock
 from time import monotonic
 from typing import Any
 
+from packshift.checksum import crc32
 from packshift.errors import TargetError
 from packshift.record import Entry
 from packshift.stores._partial import PartialFile, sync_folder
@@ -128,7 +128,7 @@ def _whole_lines(file: PartialFile) -> Iterator[tuple[Any, int]]:
     with open(fd, "rb") as lines:
         for line in lines:
             checksum, _, text = line.partition(b" ")
-            if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
+            if not line.endswith(b"\n") or checksum != b"%08x" % crc32(text):
                 return
             try:
                 value = json.loads(text)
@@ -165,7 +165,7 @@ def _check_words(values: Any) -> None:
 
 def _line(value: Any) -> bytes:
     text = json.dumps(value, separators=(",", ":")).encode() + b"\n"
-    return b"%08x " % zlib.crc32(text) + text
+    return b"%08x " % crc32(text) + text
 
 
 def _inode(file: PartialFile) -> int:

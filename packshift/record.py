@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, overload
-from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
+
+from packshift.checksum import crc32
 
 UNLABELLED = -1
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import os
 import time
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -23,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packshift.arguments import at_least_one
+from packshift.checksum import crc32
 from packshift.errors import DamagedStoreError, StoreError, UsageError
 from packshift.findings import SOURCE_KINDS, Findings, Problem, Progress
 from packshift.machine import usable_cpus
@@ -336,12 +336,12 @@ def _check_range(layout: _Layout, window: _Window, indices: range, checksums: ND
             problems.append((index, "record", "it does not lie in the file"))
             continue
         try:
-            crc32, frame = _read_record(layout, window, start, size, limit)
+            checksum, frame = _read_record(layout, window, start, size, limit)
         except OSError as error:
             problems.append((index, "record", f"it cannot be read: {error.strerror}"))
             continue
         nbytes += layout.front + size
-        if checksums is not None and crc32 != int(checksums[index]):
+        if checksums is not None and checksum != int(checksums[index]):
             problems.append((index, "record", "its pixels do not match their checksum"))
         position = index - indices.start + 1
         following = layout.end(start, size) + layout.front
@@ -358,10 +358,10 @@ def _read_record(layout: _Layout, window: _Window, start: int, size: int, limit:
     """(CRC-32 of the pixels, whether the bytes around them are what packshift writes)."""
     front, behind = layout.known.frame(start - layout.front, size)
     front_is_right = bytes(window.view(start - len(front), len(front), limit)) == front
-    crc32 = 0
+    checksum = 0
     for first in range(0, size, _WINDOW):
-        crc32 = zlib.crc32(window.view(start + first, min(_WINDOW, size - first), limit), crc32)
-    return crc32, front_is_right and bytes(window.view(start + size, behind, limit)) == bytes(behind)
+        checksum = crc32(window.view(start + first, min(_WINDOW, size - first), limit), checksum)
+    return checksum, front_is_right and bytes(window.view(start + size, behind, limit)) == bytes(behind)
 
 
 def _check_rest(reader: Reader, layout: _Layout, fd: int, findings: Findings) -> None:

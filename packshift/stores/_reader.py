@@ -13,7 +13,6 @@ import mmap
 import os
 import resource
 import stat
-import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from math import prod
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from packshift.checksum import crc32
 from packshift.errors import (
     ChangedStoreError,
     DamagedStoreError,
@@ -64,7 +64,7 @@ class Reader:
         if place.offset + place.nbytes > len(view):
             raise self._damaged("its header lies outside the file")
         text = bytes(view[place.offset : place.offset + place.nbytes])
-        if zlib.crc32(text) != place.crc32:
+        if crc32(text) != place.crc32:
             raise self._damaged("its header does not match its checksum")
         if identity is not None and place.crc32 != identity:
             raise ChangedStoreError(
@@ -116,7 +116,7 @@ class Reader:
         if name not in self._arrays:
             place: ArrayPlace = self.info.arrays[name]
             raw = self._bytes[place.offset : place.offset + place.nbytes]
-            if zlib.crc32(bytes_of(raw)) != place.crc32:
+            if crc32(bytes_of(raw)) != place.crc32:
                 raise self._damaged(f"its array {name!r} does not match its checksum")
             self._arrays[name] = raw.view(place.dtype).reshape(place.shape)
         return self._arrays[name]
@@ -207,7 +207,7 @@ class Reader:
         return np.lib.stride_tricks.as_strided(first, (self.info.count, size), (self.info.stride, 1), writeable=False)
 
     def checksum_matches(self, index: int) -> bool:
-        return zlib.crc32(bytes_of(self.pixels(index))) == int(self.array("checksums")[index])
+        return crc32(bytes_of(self.pixels(index))) == int(self.array("checksums")[index])
 
 
 def _recognise(path: Path, head: bytes, name: str | None) -> Format:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from array import array
 from collections import Counter
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from packshift.checksum import crc32
 from packshift.record import Entry, Names, Record, Skipped, bytes_of, encode_name
 from packshift.stores._format import UNFINISHED, Format, Payload
 from packshift.stores._header import encode
@@ -122,7 +122,7 @@ class Writer:
             found = self._file.read_at(self._next, len(front) + entry.nbytes + behind)
             data = memoryview(found)[len(front) : len(front) + entry.nbytes]
             whole = len(found) == len(front) + entry.nbytes + behind and not any(found[len(front) + entry.nbytes :])
-            if not whole or not found.startswith(front) or zlib.crc32(data) != entry.crc32:
+            if not whole or not found.startswith(front) or crc32(data) != entry.crc32:
                 return False
         self._note(name, label, entry, len(front), behind)
         self._writing_back = self._next

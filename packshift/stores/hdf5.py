@@ -15,7 +15,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import zlib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from packshift.checksum import crc32
 from packshift.errors import DamagedStoreError, NotAStoreError, StoreError
 from packshift.record import ArrayPlace, StoreInfo, bytes_of
 from packshift.stores._format import HeaderPlace, Payload
@@ -147,7 +147,7 @@ def _add_array(stored: h5py.File, name: str, array: NDArray[Any]) -> ArrayPlace:
     if array.size:
         dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, array)
     offset = dataset.get_offset() if array.size else 0  # the library gives an empty dataset no place
-    return ArrayPlace(int(offset), array.dtype.str, array.shape, zlib.crc32(bytes_of(array)))
+    return ArrayPlace(int(offset), array.dtype.str, array.shape, crc32(bytes_of(array)))
 
 
 class HDF5Format:

@@ -16,7 +16,6 @@ The page format is that of LMDB 0.9 (`mdb.c`: MDB_page, MDB_node, MDB_meta, MDB_
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -25,6 +24,7 @@ from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
+from packshift.checksum import crc32
 from packshift.errors import DamagedStoreError, NotAStoreError, StoreError, TargetError
 from packshift.record import ArrayPlace, StoreInfo, bytes_of
 from packshift.stores._format import HeaderPlace, Payload
@@ -221,11 +221,11 @@ class LMDBFormat:
             value = pages.add_value(name.encode(), data)
             named.append(value)
             places[name] = ArrayPlace(
-                value.page * PAGE + _OVERFLOW_HEAD.size, array.dtype.str, array.shape, zlib.crc32(data)
+                value.page * PAGE + _OVERFLOW_HEAD.size, array.dtype.str, array.shape, crc32(data)
             )
         text = encode_header(header, places)
         named.append(pages.add_value(b"header", text))
-        named.append(pages.add_value(b"header_crc32", struct.pack("<I", zlib.crc32(text))))
+        named.append(pages.add_value(b"header_crc32", struct.pack("<I", crc32(text))))
         named.sort(key=lambda value: value.key)
 
         overflow = pages.overflow + payload.end // PAGE - 2
