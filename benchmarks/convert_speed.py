@@ -11,8 +11,10 @@ page cache is warm for every side.
 A conversion is the command in a fresh process, and its time the one that it reports, from the arguments to the store
 published and on disk; starting Python is not in it, as starting the limit's processes is not in the limit. Writing goes
 to --out, a temporary folder by default. With --times 5 every picture is converted five times (through links), so that the
-fixed costs of a run (two waits for the disk) weigh as little as they do on a set of thousands. With the extra
-packshift[turbo] installed, a second pair of rows shows the conversion with it; without it, it is switched off.
+fixed costs of a run (two waits for the disk) weigh as little as they do on a set of thousands.
+
+Each format is measured as plain packshift, with the extra packshift[turbo] where it is installed (which plain packshift does
+not find), and with all that is faster than Pillow and zlib switched off, as where there was no C compiler.
 """
 
 from __future__ import annotations
@@ -36,12 +38,11 @@ from PIL import Image, ImageOps
 from packshift.machine import usable_cpus
 
 SIZE = 256
-HAS_TURBO = find_spec("simplejpeg") is not None
-CONVERSIONS = [
-    (f"{suffix}{' with turbo' * turbo}", suffix, turbo)
-    for turbo in (False, True)[: 1 + HAS_TURBO]
-    for suffix in ("lmdb", "h5")
-]
+EXTRAS = ("isal", "simplejpeg")
+KINDS = ["", " with turbo", " with Pillow's scaling"]
+if not all(find_spec(extra) for extra in EXTRAS):
+    KINDS.remove(" with turbo")
+CONVERSIONS = [(f"{suffix}{kind}", suffix, kind) for kind in KINDS for suffix in ("lmdb", "h5")]
 LABELS = {
     "processes": "decode alone, processes",
     "threads": "decode alone, threads",
@@ -73,11 +74,14 @@ def decode_to_array(path: str) -> int:
     return int(np.asarray(_decoded(path))[0, 0, 0])
 
 
-def convert_rate(count: int, pictures: Path, target: Path, jobs: int, *, turbo: bool, fast_decode: bool) -> float:
-    words = [sys.executable, "-m", "packshift", "convert", pictures, target, "--jobs", str(jobs), "--json", "-q"]
+def convert_rate(count: int, pictures: Path, target: Path, jobs: int, kind: str, *, fast_decode: bool) -> float:
+    program = "from packshift.cli import main; main()"
+    if not kind:
+        program = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS!r})); {program}"  # None: cannot be imported
+    words = [sys.executable, "-c", program, "convert", pictures, target, "--jobs", str(jobs), "--json", "-q"]
     done = subprocess.run(
         words + ["--fast-decode"] * fast_decode,
-        env={**os.environ, "PACKSHIFT_TURBO": str(int(turbo))},
+        env={**os.environ, "PACKSHIFT_TURBO": "0" if kind == " with Pillow's scaling" else "1"},
         stdout=subprocess.PIPE,
         check=True,
     )
@@ -122,13 +126,13 @@ def main() -> None:
                 "threads": rate(len(paths), lambda: list(threads.map(decode_alone, paths))),
                 "array": rate(len(paths), lambda: list(processes.map(decode_to_array, paths, chunksize=4))),
             }
-            for name, suffix, turbo in CONVERSIONS:
+            for name, suffix, kind in CONVERSIONS:
                 row[name] = convert_rate(
                     len(paths),
                     pictures,
                     Path(folder) / f"round{number}.{suffix}",
                     options.jobs,
-                    turbo=turbo,
+                    kind,
                     fast_decode=options.fast_decode,
                 )
             row["limit"] = max(row["processes"], row["threads"])

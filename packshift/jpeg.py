@@ -13,9 +13,11 @@ import itertools
 import os
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from packshift.pillow_memory import Memory, picture_on
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -34,17 +36,11 @@ def jpeg_decoder() -> str:
 
 
 def load_jpeg(opened: JpegImageFile, data: bytes, scale: int = 1) -> Picture:
-    """Decode the first frame of a JPEG that is open but not loaded, `scale` times smaller (1, 2, 4 or 8).
+    """Decode the first frame of a JPEG that is open but not loaded with Pillow, `scale` times smaller (1, 2, 4 or 8).
 
     `data` is the whole file. Gives a picture of mode L, RGB or CMYK, of the width and height of the file divided by
     `scale`, rounded up. Raises what Pillow raises for a broken file.
     """
-    simplejpeg = _simplejpeg()
-    if simplejpeg is not None:
-        width, height = (-(-side // scale) for side in opened.size)
-        decoded = _turbo_picture(simplejpeg, opened.mode, data, height, width)
-        if decoded is not None:
-            return decoded
     if scale > 1:
         opened.draft(None, (opened.width // scale, opened.height // scale))
     opened.decodermaxblock = max(opened.decodermaxblock, len(data))  # in one go: 2 % of the decoding
@@ -52,30 +48,24 @@ def load_jpeg(opened: JpegImageFile, data: bytes, scale: int = 1) -> Picture:
     return opened
 
 
-def _turbo_picture(simplejpeg: ModuleType, mode: str, data: bytes, height: int, width: int) -> Picture | None:
-    """The picture in the scale that gives these sides, or None where Pillow has to decode."""
+def memory_of_jpeg(opened: JpegImageFile, data: bytes, scale: int = 1) -> Memory | None:
+    """The same from simplejpeg, as it lies in memory; None where Pillow has to decode the file."""
+    simplejpeg = _simplejpeg()
+    if simplejpeg is None:
+        return None
+    width, height = (-(-side // scale) for side in opened.size)
+    return _turbo_pixels(simplejpeg, opened.mode, data, height, width)
+
+
+def _turbo_pixels(simplejpeg: ModuleType, mode: str, data: bytes, height: int, width: int) -> Memory | None:
+    """The pixels in the scale that gives these sides, or None where Pillow has to decode."""
     if mode not in _COLOURS:
         return None
     try:
-        pixels = simplejpeg.decode_jpeg(data, _COLOURS[mode], min_height=height, min_width=width, strict=True)
+        pixels: Memory = simplejpeg.decode_jpeg(data, _COLOURS[mode], min_height=height, min_width=width, strict=True)
     except ValueError:  # broken, or of a kind it does not know
         return None
-    return _on_memory(pixels, mode, (width, height)) if pixels.shape[:2] == (height, width) else None
-
-
-def _on_memory(pixels: np.ndarray[Any, Any], mode: str, size: tuple[int, int]) -> Picture:
-    """A picture whose pixels are this array, without a copy.
-
-    `Image.frombuffer` does so for L and RGBX, but not for RGB, which lies in memory as RGBX does; and scaling RGBX costs
-    a quarter more than scaling RGB, as much as simplejpeg saves. So RGB takes the function below `frombuffer`;
-    `_gives_pillows_pixels` has tried it.
-    """
-    from PIL import Image
-
-    picture = Image.new(mode, (0, 0))
-    picture = picture._new(Image.core.map_buffer(pixels, size, "raw", 0, (mode, 0, 1)))  # type: ignore[attr-defined]  # in no stub of Pillow
-    picture.readonly = 1
-    return picture
+    return pixels if pixels.shape[:2] == (height, width) else None
 
 
 @cache
@@ -103,10 +93,13 @@ def _gives_pillows_pixels(simplejpeg: ModuleType) -> bool:
             expected.draft(None, (expected.width // scale, expected.height // scale))
             expected.load()
             try:
-                found = _turbo_picture(simplejpeg, mode, buffer.getvalue(), expected.height, expected.width)
+                pixels = _turbo_pixels(simplejpeg, mode, buffer.getvalue(), expected.height, expected.width)
+                if pixels is None:
+                    return False
+                found = picture_on(pixels, mode)
             except (AttributeError, TypeError):  # a simplejpeg or a Pillow without one of these functions or arguments
                 return False
-            if found is None or found.resize((20, 10)).tobytes() != expected.resize((20, 10)).tobytes():
+            if found.resize((20, 10)).tobytes() != expected.resize((20, 10)).tobytes():
                 return False
             if found.tobytes() != expected.tobytes():
                 return False

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, Protocol
 
 from packshift.errors import SourceError, UsageError
 from packshift.machine import usable_memory
-from packshift.preprocess import Preprocessing
+from packshift.preprocess import Preprocessing, get_ready
 from packshift.record import Entry, Sample
 from packshift.worker import Answer, Assignment, become_worker, source_state, unpack
 
@@ -337,9 +337,7 @@ def _is_single_threaded() -> bool:
 
 
 def _fork(socket_fd: int, arena_fd: int, stderr_fd: int) -> _Process:
-    from PIL import Image
-
-    Image.preinit()  # once here instead of once in every child
+    get_ready()
     pid = os.fork()
     if pid:
         return _ForkedProcess(pid)

@@ -12,23 +12,24 @@ import io
 import operator
 import os
 import struct
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from packshift.arguments import at_least_one
+from packshift.checksum import crc32
 from packshift.errors import ImageError, SourceError, UsageError
-from packshift.jpeg import SCALES, load_jpeg
+from packshift.jpeg import SCALES, jpeg_decoder, load_jpeg, memory_of_jpeg
+from packshift.pillow_memory import Memory, memory_of, picture_on
 from packshift.pixel_limit import bomb_reason, check_pixels, pixels_up_to, scaled_limit
 from packshift.record import Record, Sample, encode_name
+from packshift.resampling import SIDEWAYS, Pixels, Side, can_resample, resample
 from packshift.text import counted
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
-    from PIL.JpegImagePlugin import JpegImageFile
 
 FITS = ("crop", "pad", "stretch")
 LARGEST_SIDE = 65_535
@@ -44,7 +45,17 @@ NOTES = {
 """What can happen to a picture beyond the settings: key -> words for the report, which adds how many there were."""
 
 _ORIENTATION = 0x0112
-_SIDEWAYS = (5, 6, 7, 8)
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""EXIF orientation -> how Pillow's `transpose` makes the picture upright."""
+
 _EXIF_ERRORS = (OSError, ValueError, SyntaxError, TypeError, KeyError, IndexError, struct.error, ZeroDivisionError)
 
 
@@ -220,6 +231,15 @@ def no_lap(stage: str) -> None:
 _NOT_THE_FILES_FAULT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
+def get_ready() -> None:
+    """Import and try out all that decoding may need: once, before processes are forked, rather than in each."""
+    from PIL import Image
+
+    Image.preinit()
+    jpeg_decoder()
+    can_resample()
+
+
 def load_record(root: str, sample: Sample, settings: Preprocessing, *, lap: Lap = no_lap) -> Record:
     """Read, decode and preprocess one picture under `root`; `lap` hears when "read" and "decode" are over.
 
@@ -272,8 +292,7 @@ def make_record(
     """Decode and preprocess one picture. Raises ImageError with the reason where that cannot be done."""
     try:
         with pixels_up_to(settings.max_pixels):
-            image, (height, width), notes = _decode(data, settings, lap)
-            pixels = _fit(image, height, width, settings)
+            pixels, (height, width), notes = _preprocessed(data, settings, lap)
     except (ImageError, MemoryError):
         raise
     except (
@@ -287,70 +306,75 @@ def make_record(
         label=sample.label,
         pixels=pixels,
         source_size=len(data),
-        source_crc32=zlib.crc32(data),
+        source_crc32=crc32(data),
         source_mtime_ns=mtime_ns,
         original_size=(height, width),
         notes=tuple(notes),
     )
 
 
-def _decode(data: bytes, settings: Preprocessing, lap: Lap) -> tuple[Picture, tuple[int, int], list[str]]:
-    """The first frame, whole and upright, of mode RGB or L (grey, which costs less to scale); the (height, width)
-    of the upright original; and the notes on it. A JPEG decoded smaller has its scaled size already.
-    """
+def _preprocessed(data: bytes, settings: Preprocessing, lap: Lap) -> tuple[Pixels, tuple[int, int], list[str]]:
+    """The pixels of the first frame as they are stored, the (height, width) of the upright original, the notes on it."""
     from PIL import Image
     from PIL.JpegImagePlugin import JpegImageFile
 
     if not data:
         raise ImageError("empty file (0 bytes)")
     notes: list[str] = []
+    scale, memory = 1, None
     with Image.open(io.BytesIO(data)) as opened:
         check_pixels(opened.size, settings.max_pixels)
         if isinstance(opened, JpegImageFile):
             orientation, (width, height) = _orientation(opened), opened.size
-            loaded = _load_jpeg(opened, data, settings, on_its_side=orientation in _SIDEWAYS)
+            scale, size = _scaled_decoding(opened.size, orientation, settings)
+            memory = memory_of_jpeg(opened, data, scale)
+            image = load_jpeg(opened, data, scale) if memory is None else picture_on(memory, opened.mode)
         else:
             opened.load()
-            loaded, orientation, (width, height) = opened, _orientation(opened), opened.size
+            image, orientation, (width, height) = opened, _orientation(opened), opened.size
         lap("decode")
-        image = _to_rgb(loaded, notes, settings.background)
+        image = _to_rgb(image, notes, settings.background)
         if _has_more_frames(opened):
             notes.append("frames")
-    turns = {
-        2: Image.Transpose.FLIP_LEFT_RIGHT,
-        3: Image.Transpose.ROTATE_180,
-        4: Image.Transpose.FLIP_TOP_BOTTOM,
-        5: Image.Transpose.TRANSPOSE,
-        6: Image.Transpose.ROTATE_270,
-        7: Image.Transpose.TRANSVERSE,
-        8: Image.Transpose.ROTATE_90,
-    }
-    if orientation in turns:
+    original = height, width
+    if orientation in _TURNS:
         notes.append("turned")
-        image = image.transpose(turns[orientation])
-    if orientation in _SIDEWAYS:
+    if orientation in SIDEWAYS:
         height, width = width, height
-    return image, (height, width), notes
+    if settings.size is not None and can_resample():
+        memory = memory_of(image) if memory is None else memory
+        pixels = None if memory is None else _resampled(memory, orientation, original, scale, settings)
+        if pixels is not None:
+            return pixels, (height, width), notes
+    if scale > 1:
+        # The last row and column may reach beyond the picture; the box does not.
+        box = (0, 0, original[1] / scale, original[0] / scale)
+        image = image.resize(size, Image.Resampling.BILINEAR, box)
+    return _fit(_upright(image, orientation), height, width, settings), (height, width), notes
 
 
-def _load_jpeg(opened: JpegImageFile, data: bytes, settings: Preprocessing, *, on_its_side: bool) -> Picture:
-    """Decode a JPEG; with `fast_decode`, smaller where it may be, and scaled as far as it will be."""
-    from PIL import Image
+def _scaled_decoding(
+    original: tuple[int, int], orientation: object, settings: Preprocessing
+) -> tuple[int, tuple[int, int]]:
+    """How many times smaller a JPEG of this (width, height) is decoded, and the (width, height) to which it is then scaled
+    as it lies in the file; (1, `original`) where it is decoded whole. Never below twice that size."""
+    if settings.fast_decode:
+        width, height = original
+        if orientation in SIDEWAYS:
+            scaled_width, scaled_height = _scaled_size(width, height, settings)
+        else:
+            scaled_height, scaled_width = _scaled_size(height, width, settings)
+        for scale in SCALES:
+            if width >= 2 * scale * scaled_width and height >= 2 * scale * scaled_height:
+                return scale, (scaled_width, scaled_height)
+    return 1, original
 
-    if not settings.fast_decode:
-        return load_jpeg(opened, data)
-    width, height = opened.size
-    if on_its_side:
-        scaled_width, scaled_height = _scaled_size(width, height, settings)
-    else:
-        scaled_height, scaled_width = _scaled_size(height, width, settings)
-    for scale in SCALES:
-        if width >= 2 * scale * scaled_width and height >= 2 * scale * scaled_height:
-            smaller = load_jpeg(opened, data, scale)
-            # The last row and column may reach beyond the picture; the box does not.
-            box = (0, 0, width / scale, height / scale)
-            return smaller.resize((scaled_width, scaled_height), Image.Resampling.BILINEAR, box)
-    return load_jpeg(opened, data)
+
+def _upright(image: Picture, orientation: object) -> Picture:
+    from PIL.Image import Transpose
+
+    turn = _TURNS.get(orientation)  # type: ignore[call-overload]  # what EXIF says can be of any type
+    return image if turn is None else image.transpose(Transpose[turn])
 
 
 def _orientation(image: Picture) -> object:
@@ -396,7 +420,29 @@ def _to_rgb(image: Picture, notes: list[str], background: tuple[int, int, int] |
     return image.convert("RGB")
 
 
-def _fit(image: Picture, height: int, width: int, settings: Preprocessing) -> np.ndarray[Any, np.dtype[np.uint8]]:
+class _Placement(NamedTuple):
+    """Where a picture lies in the size asked for: it is scaled to `height` x `width`, and what begins at `top`, `left` of
+    that is kept; where those are negative, there is a black border instead."""
+
+    height: int
+    width: int
+    top: int
+    left: int
+
+
+def _place(height: int, width: int, settings: Preprocessing) -> _Placement:
+    """`height` and `width` are those of the upright original."""
+    assert settings.size is not None  # the caller's case; not a user's data
+    target_height, target_width = settings.size
+    scaled_height, scaled_width = _scaled_size(height, width, settings)
+    if settings.fit == "pad":
+        border = (target_height - scaled_height) // 2, (target_width - scaled_width) // 2
+        return _Placement(scaled_height, scaled_width, -border[0], -border[1])
+    top, left = round((scaled_height - target_height) / 2.0), round((scaled_width - target_width) / 2.0)
+    return _Placement(scaled_height, scaled_width, top, left)
+
+
+def _fit(image: Picture, height: int, width: int, settings: Preprocessing) -> Pixels:
     """(H, W, 3) uint8 of the size asked for, from the upright picture; `height` and `width` are those of the original."""
     from PIL import Image
 
@@ -404,33 +450,70 @@ def _fit(image: Picture, height: int, width: int, settings: Preprocessing) -> np
         return _rgb_pixels(image)
     target_height, target_width = settings.size
     target = (target_width, target_height)
-    scaled_height, scaled_width = _scaled_size(height, width, settings)
+    place = _place(height, width, settings)
     limit = scaled_limit(settings.max_pixels)
-    if limit is not None and scaled_height * scaled_width > limit:
+    if limit is not None and place.height * place.width > limit:
         raise ImageError(
             f"too elongated: a picture of {width} x {height} pixels that covers {target_width} x {target_height} would "
-            f"have {scaled_width * scaled_height:,}, over the limit of {limit:,} (--max-pixels raises it)"
+            f"have {place.width * place.height:,}, over the limit of {limit:,} (--max-pixels raises it)"
         )
-    left, top = round((scaled_width - target_width) / 2.0), round((scaled_height - target_height) / 2.0)
-    if scaled_width > target_width and _widths_come_first(image, scaled_height, scaled_width):
+    if place.width > target_width and _widths_come_first(image.size[::-1], (place.height, place.width)):
         # Columns that are cut off need not go through the second pass.
-        image = image.resize((scaled_width, image.height), Image.Resampling.BILINEAR)
-        image = image.crop((left, 0, left + target_width, image.height))
-        image = image.resize((target_width, scaled_height), Image.Resampling.BILINEAR)
-    elif image.size != (scaled_width, scaled_height):
-        image = image.resize((scaled_width, scaled_height), Image.Resampling.BILINEAR)
+        image = image.resize((place.width, image.height), Image.Resampling.BILINEAR)
+        image = image.crop((place.left, 0, place.left + target_width, image.height))
+        image = image.resize((target_width, place.height), Image.Resampling.BILINEAR)
+    elif image.size != (place.width, place.height):
+        image = image.resize((place.width, place.height), Image.Resampling.BILINEAR)
     if settings.fit == "pad" and image.size != target:
         canvas = Image.new(image.mode, target)
-        canvas.paste(image, ((target_width - scaled_width) // 2, (target_height - scaled_height) // 2))
+        canvas.paste(image, (-place.left, -place.top))
         image = canvas
     elif image.size != target:
-        left = left if image.width == scaled_width else 0
-        image = image.crop((left, top, left + target_width, top + target_height))
+        left = place.left if image.width == place.width else 0
+        image = image.crop((left, place.top, left + target_width, place.top + target_height))
     return _rgb_pixels(image)
 
 
-def _widths_come_first(image: Picture, height: int, width: int) -> bool:
-    """Whether Pillow, scaling to `height` x `width`, does all columns before any row, for certain.
+def _resampled(
+    memory: Memory, orientation: object, original: tuple[int, int], scale: int, settings: Preprocessing
+) -> Pixels | None:
+    """What `_fit` makes of a picture that lies in memory as in its file, or None where Pillow has to.
+
+    `original` is the file's (height, width). One that was decoded `scale` times smaller is scaled before it is turned.
+    """
+    assert settings.size is not None  # the caller's case; not a user's data
+    if memory.shape[2] != 4:
+        return None
+    height, width = original
+    lengths = memory.shape[:2]
+    if orientation in SIDEWAYS:
+        height, width, lengths = width, height, lengths[::-1]
+    place = _place(height, width, settings)
+    limit = scaled_limit(settings.max_pixels)
+    if limit is not None and place.height * place.width > limit:
+        return None
+    before, after = lengths, (place.height, place.width)
+    if scale > 1 and orientation in SIDEWAYS:
+        before, after = before[::-1], after[::-1]
+    if before[0] != after[0] and before[1] != after[1] and not _widths_come_first(before, after):
+        return None
+    sides = (
+        Side(length, 0, side / scale, scaled, max(0, start), min(scaled, start + target))
+        for length, side, scaled, start, target in zip(
+            lengths, (height, width), (place.height, place.width), (place.top, place.left), settings.size, strict=True
+        )
+    )
+    pixels = resample(memory, *sides, orientation=orientation, turned_first=scale == 1)
+    if pixels.shape[:2] == settings.size:
+        return pixels
+    canvas = np.zeros((*settings.size, 3), np.uint8)
+    top, left = max(0, -place.top), max(0, -place.left)
+    canvas[top : top + len(pixels), left : left + pixels.shape[1]] = pixels
+    return canvas
+
+
+def _widths_come_first(before: tuple[int, int], after: tuple[int, int]) -> bool:
+    """Whether Pillow, scaling one (height, width) to another, does all columns before any row, for certain.
 
     Up to version 12 it always did; 13 begins with the rows where that saves enough (its Resample.c); later ones are not
     known. Which pass comes first decides about the rounding.
@@ -438,13 +521,13 @@ def _widths_come_first(image: Picture, height: int, width: int) -> bool:
     from PIL import __version__ as pillow_version
 
     major = pillow_version.split(".")[0]
-    if image.height == height or image.width == width:
+    fewer_rows, fewer_columns = before[0] - after[0], before[1] - after[1]
+    if not fewer_rows or not fewer_columns:
         return False  # one pass only
-    fewer_rows, fewer_columns = image.height - height, image.width - width
     return major in ("11", "12") or (major == "13" and not (fewer_rows > 0 and fewer_rows > 2 * fewer_columns))
 
 
-def _rgb_pixels(image: Picture) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _rgb_pixels(image: Picture) -> Pixels:
     """(H, W, 3) uint8, read-only, of a picture of mode RGB or L."""
     if image.mode == "L":
         image = image.convert("RGB")

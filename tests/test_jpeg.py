@@ -53,14 +53,14 @@ def both_decoders(monkeypatch: pytest.MonkeyPatch, data: bytes, settings: Prepro
 def count_turbo(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Grows with every JPEG that simplejpeg is given: whether simplejpeg decoded it."""
     taken: list[bool] = []
-    original = jpeg._turbo_picture
+    original = jpeg._turbo_pixels
 
     def counted(*arguments: object) -> object:
-        picture = original(*arguments)
-        taken.append(picture is not None)
-        return picture
+        pixels = original(*arguments)
+        taken.append(pixels is not None)
+        return pixels
 
-    monkeypatch.setattr(jpeg, "_turbo_picture", counted)
+    monkeypatch.setattr(jpeg, "_turbo_pixels", counted)
     return taken
 
 
@@ -176,13 +176,13 @@ class TestFastDecode:
 
     def scales(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         used: list[int] = []
-        original = jpeg.load_jpeg
+        original = preprocess.memory_of_jpeg
 
-        def counted(opened: object, data: bytes, scale: int = 1) -> Image.Image:
+        def counted(opened: object, data: bytes, scale: int = 1) -> object:
             used.append(scale)
             return original(opened, data, scale)
 
-        monkeypatch.setattr(preprocess, "load_jpeg", counted)
+        monkeypatch.setattr(preprocess, "memory_of_jpeg", counted)
         return used
 
     @pytest.mark.parametrize(

@@ -105,8 +105,7 @@ def test_columns_are_cut_between_the_passes_only_where_their_order_is_known(
     monkeypatch: pytest.MonkeyPatch, version: str, source: tuple[int, int], scaled: tuple[int, int], expected: bool
 ) -> None:
     monkeypatch.setattr("PIL.__version__", version)
-    image = Image.new("RGB", (source[1], source[0]))
-    assert _widths_come_first(image, *scaled) is expected
+    assert _widths_come_first(source, scaled) is expected
 
 
 def check_crop(image: Image.Image, target: tuple[int, int]) -> None:

@@ -1,0 +1,235 @@
+/* What packshift/resampling.py calls through ctypes: Pillow's bilinear scaling of 8-bit pictures (its Resample.c), with the
+   same whole-number weights and so the same results, written so that compilers turn it into vector instructions.
+
+   A pixel is four bytes. Making one line of bytes from several, each with one weight, is what vector instructions are
+   good at. Scaling the height is that by itself; for the width, a block of rows is turned on its side, and back. */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__)
+#define FOR_EACH_PROCESSOR __attribute__((target_clones("avx2", "default")))
+#else
+#define FOR_EACH_PROCESSOR
+#endif
+
+#if defined(__GNUC__)
+#define INLINE static inline __attribute__((always_inline))
+#define PUBLIC __attribute__((visibility("default")))
+#else
+#define INLINE static inline
+#define PUBLIC
+#endif
+
+#define BITS 22 /* weights are multiples of 2^-22: PRECISION_BITS of Resample.c */
+#define HALF (1 << (BITS - 1))
+#define BLOCK 16 /* rows turned on their side together: 0.12 ms for 375 x 500 to 375 x 256, against 0.20 with 64 */
+
+/* A side of the upright picture: `start` to `stop` of its `length` pixels are scaled to `size`, of which those from `first`
+   to `last` are wanted. `mirrored`: it lies in memory the other way round. */
+struct side {
+    double start, stop;
+    int32_t length, size, first, last, mirrored;
+};
+
+/* How the `size` pixels wanted are made of the `used` ones in memory from `start` on: for each the first, counted from
+   `start`, how many they are, and their weights, of which `table` has `most` for each. */
+struct weights {
+    size_t start, used, size, most;
+    int32_t *firsts, *counts, *table;
+};
+
+/* One allocation, for the caller to free through `firsts`; 0 where there is no memory. As precompute_coeffs of Resample.c
+   with the bilinear filter. A side that was `turned` before is scaled in the direction in which it is upright. */
+static int find_weights(const struct side *side, int turned, struct weights *found)
+{
+    double scale = (side->stop - side->start) / side->size;
+    double support = scale < 1.0 ? 1.0 : scale;
+    double inverse = 1.0 / support;
+    size_t size = (size_t)(side->last - side->first), most = 2 * (size_t)support + 3;
+    int32_t lowest = side->length, highest = 0;
+    int32_t *memory = malloc(size * (most + 2) * sizeof(int32_t));
+    if (!memory)
+        return 0;
+    *found = (struct weights){0, 0, size, most, memory, memory + size, memory + 2 * size};
+    for (size_t number = 0; number < size; number++) {
+        int32_t *table = found->table + number * most;
+        int32_t wanted = side->first + (int32_t)number;
+        int32_t place = side->mirrored && !turned ? side->size - 1 - wanted : wanted;
+        double centre = side->start + (place + 0.5) * scale;
+        double total = 0.0;
+        int32_t first = (int32_t)(centre - support + 0.5);
+        int32_t last = (int32_t)(centre + support + 0.5);
+        first = first < 0 ? 0 : first;
+        last = last > side->length ? side->length : last;
+        for (int pass = 0; pass < 2; pass++) {
+            for (int32_t pixel = first; pixel < last; pixel++) {
+                double distance = (pixel - centre + 0.5) * inverse;
+                double weight = 1.0 - (distance < 0.0 ? -distance : distance);
+                weight = weight < 0.0 ? 0.0 : weight;
+                if (pass == 0)
+                    total += weight;
+                else
+                    table[side->mirrored && turned ? last - 1 - pixel : pixel - first] =
+                        (int32_t)(0.5 + (total != 0.0 ? weight / total : weight) * (1 << BITS));
+            }
+        }
+        found->counts[number] = last - first;
+        found->firsts[number] = side->mirrored && turned ? side->length - last : first;
+        lowest = found->firsts[number] < lowest ? found->firsts[number] : lowest;
+        highest = found->firsts[number] + last - first > highest ? found->firsts[number] + last - first : highest;
+    }
+    for (size_t number = 0; number < size; number++)
+        found->firsts[number] -= lowest;
+    found->start = (size_t)lowest;
+    found->used = (size_t)(highest - lowest);
+    return 1;
+}
+
+/* `n` bytes of `out` from those of `count` lines, `stride` bytes apart. */
+INLINE void mix(
+    const uint8_t *restrict line, size_t stride, const int32_t *restrict weight, size_t count, size_t n,
+    int32_t *restrict sums, uint8_t *restrict out)
+{
+    int32_t w0 = weight[0], w1 = count > 1 ? weight[1] : 0, w2 = count > 2 ? weight[2] : 0;
+    if (count == 1) {
+        for (size_t i = 0; i < n; i++)
+            out[i] = (uint8_t)((HALF + w0 * line[i]) >> BITS);
+    } else if (count == 2) {
+        for (size_t i = 0; i < n; i++)
+            out[i] = (uint8_t)((HALF + w0 * line[i] + w1 * line[stride + i]) >> BITS);
+    } else if (count == 3) {
+        for (size_t i = 0; i < n; i++)
+            out[i] = (uint8_t)((HALF + w0 * line[i] + w1 * line[stride + i] + w2 * line[2 * stride + i]) >> BITS);
+    } else {
+        for (size_t i = 0; i < n; i++)
+            sums[i] = HALF + w0 * line[i] + w1 * line[stride + i] + w2 * line[2 * stride + i];
+        for (size_t number = 3; number < count - 1; number++)
+            for (size_t i = 0; i < n; i++)
+                sums[i] += weight[number] * line[number * stride + i];
+        const uint8_t *restrict last = line + (count - 1) * stride;
+        for (size_t i = 0; i < n; i++)
+            out[i] = (uint8_t)((sums[i] + weight[count - 1] * last[i]) >> BITS);
+    }
+}
+
+/* Pixel (x, y) of `in` to (y, x) of `out`; the strides are in pixels. */
+INLINE void turn(
+    const uint32_t *restrict in, size_t in_stride, size_t rows, size_t columns, uint32_t *restrict out,
+    size_t out_stride)
+{
+    size_t y = 0;
+#ifdef __SSE2__
+    for (; y + 4 <= rows; y += 4) {
+        size_t x = 0;
+        for (; x + 4 <= columns; x += 4) {
+            const uint32_t *from = in + y * in_stride + x;
+            uint32_t *to = out + x * out_stride + y;
+            __m128i a = _mm_loadu_si128((const __m128i *)from);
+            __m128i b = _mm_loadu_si128((const __m128i *)(from + in_stride));
+            __m128i c = _mm_loadu_si128((const __m128i *)(from + 2 * in_stride));
+            __m128i d = _mm_loadu_si128((const __m128i *)(from + 3 * in_stride));
+            __m128i ab_low = _mm_unpacklo_epi32(a, b), cd_low = _mm_unpacklo_epi32(c, d);
+            __m128i ab_high = _mm_unpackhi_epi32(a, b), cd_high = _mm_unpackhi_epi32(c, d);
+            _mm_storeu_si128((__m128i *)to, _mm_unpacklo_epi64(ab_low, cd_low));
+            _mm_storeu_si128((__m128i *)(to + out_stride), _mm_unpackhi_epi64(ab_low, cd_low));
+            _mm_storeu_si128((__m128i *)(to + 2 * out_stride), _mm_unpacklo_epi64(ab_high, cd_high));
+            _mm_storeu_si128((__m128i *)(to + 3 * out_stride), _mm_unpackhi_epi64(ab_high, cd_high));
+        }
+        for (; x < columns; x++)
+            for (size_t row = y; row < y + 4; row++)
+                out[x * out_stride + row] = in[row * in_stride + x];
+    }
+#endif
+    for (; y < rows; y++)
+        for (size_t x = 0; x < columns; x++)
+            out[x * out_stride + y] = in[y * in_stride + x];
+}
+
+/* Scale the width of `rows` rows. Scratch: `turned` columns->used * BLOCK pixels, `scaled` columns->size * BLOCK, and
+   `sums` 4 * BLOCK numbers. */
+INLINE void across(
+    const uint32_t *in, size_t in_stride, size_t rows, const struct weights *columns, uint32_t *turned,
+    uint32_t *scaled, int32_t *sums, uint32_t *out)
+{
+    size_t width = columns->size;
+    for (size_t top = 0; top < rows; top += BLOCK) {
+        size_t height = rows - top < BLOCK ? rows - top : BLOCK;
+        turn(in + top * in_stride, in_stride, height, columns->used, turned, BLOCK);
+        for (size_t x = 0; x < width; x++)
+            mix((const uint8_t *)(turned + (size_t)columns->firsts[x] * BLOCK), 4 * BLOCK,
+                columns->table + x * columns->most, (size_t)columns->counts[x], 4 * BLOCK, sums,
+                (uint8_t *)(scaled + x * BLOCK));
+        turn(scaled, BLOCK, width, height, out + top * width, width);
+    }
+}
+
+/* Scale the height of lines of `n` bytes. */
+INLINE void down(
+    const uint8_t *in, size_t in_stride, size_t n, const struct weights *rows, int32_t *sums, uint8_t *out)
+{
+    for (size_t y = 0; y < rows->size; y++)
+        mix(in + (size_t)rows->firsts[y] * in_stride, in_stride, rows->table + y * rows->most, (size_t)rows->counts[y], n, sums,
+            out + y * n);
+}
+
+static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
+
+/* Scale, heights or widths first, leave out the fourth channel, and, if `sideways`, exchange rows and columns. */
+FOR_EACH_PROCESSOR static int scale(
+    const uint32_t *picture, size_t width, const struct weights *rows, const struct weights *columns,
+    int heights_first, int sideways, uint8_t *restrict out)
+{
+    size_t wanted = rows->size * columns->size;
+    size_t between_pixels = heights_first ? rows->size * columns->used : rows->used * columns->size;
+    size_t turned_pixels = columns->used * BLOCK, scaled_pixels = columns->size * BLOCK;
+    size_t sums_numbers = 4 * larger(BLOCK, larger(columns->used, columns->size));
+    between_pixels = larger(between_pixels, wanted); /* where the result is turned, too */
+
+    uint32_t *small = malloc((wanted + between_pixels + turned_pixels + scaled_pixels + sums_numbers) * 4);
+    if (!small)
+        return 0;
+    uint32_t *between = small + wanted, *turned = between + between_pixels, *scaled = turned + turned_pixels;
+    int32_t *sums = (int32_t *)(scaled + scaled_pixels);
+    const uint32_t *in = picture + rows->start * width + columns->start;
+    if (heights_first) {
+        down((const uint8_t *)in, 4 * width, 4 * columns->used, rows, sums, (uint8_t *)between);
+        across(between, columns->used, rows->size, columns, turned, scaled, sums, small);
+    } else {
+        across(in, width, rows->used, columns, turned, scaled, sums, between);
+        down((const uint8_t *)between, 4 * columns->size, 4 * columns->size, rows, sums, (uint8_t *)small);
+    }
+    if (sideways)
+        turn(small, columns->size, rows->size, columns->size, between, rows->size);
+    const uint8_t *restrict pixels = (const uint8_t *)(sideways ? between : small);
+    for (size_t place = 0; place < wanted; place++)
+        for (size_t channel = 0; channel < 3; channel++)
+            out[3 * place + channel] = pixels[4 * place + channel];
+    free(small);
+    return 1;
+}
+
+/* Make `out`, of three bytes a pixel, from the picture in memory, which lies on its side if `sideways`. The widths are
+   scaled before the heights: of the upright picture if it is `turned` first, else as it lies in memory. Gives 0 where
+   there is no memory. */
+PUBLIC int32_t resample(
+    const uint32_t *picture, const struct side *height, const struct side *width, int32_t sideways, int32_t turned,
+    uint8_t *out)
+{
+    struct weights rows, columns;
+    int done = 0;
+    if (!find_weights(sideways ? width : height, turned, &rows))
+        return 0;
+    if (find_weights(sideways ? height : width, turned, &columns)) {
+        size_t in_memory = (size_t)(sideways ? height->length : width->length);
+        done = scale(picture, in_memory, &rows, &columns, sideways && turned, sideways, out);
+        free(columns.firsts);
+    }
+    free(rows.firsts);
+    return done;
+}
