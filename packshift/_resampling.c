@@ -8,22 +8,10 @@
 #include <stdint.h>
 #include <stdlib.h>
 
+#include "_compiling.h"
+
 #ifdef __SSE2__
 #include <emmintrin.h>
-#endif
-
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__)
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("avx2", "default")))
-#else
-#define FOR_EACH_PROCESSOR
-#endif
-
-#if defined(__GNUC__)
-#define INLINE static inline __attribute__((always_inline))
-#define PUBLIC __attribute__((visibility("default")))
-#else
-#define INLINE static inline
-#define PUBLIC
 #endif
 
 #define BITS 22 /* weights are multiples of 2^-22: PRECISION_BITS of Resample.c */

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
 from packshift.datasets import ImageFolderDataset, StoreDataset
 from packshift.errors import UsageError
+from packshift.gathering import gather
 
 PAGE = 4096
 
@@ -114,7 +116,7 @@ def _gathered(dataset: StoreDataset, indices: Iterator[int], batch_size: int) ->
     rows = dataset._rows
     if rows is None:
         raise UsageError(f"{dataset.path}: its pictures are of different sizes, which make no batches")
-    out = torch.empty((batch_size, rows.shape[1]), dtype=rows.dtype)
+    out = torch.empty((batch_size, rows.shape[1]), dtype=torch.uint8)
     while True:
-        positions = torch.tensor(list(islice(indices, batch_size)))
-        yield (torch.index_select(rows, 0, positions, out=out).view(torch.uint8),)
+        gather(rows, np.array(list(islice(indices, batch_size))), out)
+        yield (out,)

@@ -3,23 +3,19 @@ instructions that Pillow does without.
 
 Pillow scales in two passes with whole numbers in between, so the result is exactly determined by its weights and by which
 pass comes first (its Resample.c). A picture that lies on its side or is mirrored need not be turned before: the weights
-are. The loops are in C (`_resampling.c`), built when packshift is installed where there is a C compiler; without, or where
-what they give is not what Pillow gives, Pillow scales. `PACKSHIFT_TURBO=0` in the environment turns them off.
+are. The loops are in C (`packshift.compiled`); without, or where what they give is not what Pillow gives, Pillow scales.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
 import platform
-from ctypes import POINTER, c_double, c_int32, c_void_p
 from functools import cache
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from packshift.compiled import SideStruct, compiled
 from packshift.pillow_memory import memory_of
 
 Pixels = NDArray[np.uint8]
@@ -44,18 +40,9 @@ class Side(NamedTuple):
     last: int
 
 
-class _Side(ctypes.Structure):
-    """`struct side` of _resampling.c."""
-
-    _fields_ = (
-        *((name, c_double) for name in ("start", "stop")),
-        *((name, c_int32) for name in ("length", "size", "first", "last", "mirrored")),
-    )
-
-
 def can_resample() -> bool:
     """Whether `resample` works in this process: it was built, is wanted, and gives Pillow's pixels."""
-    return _checked_library() is not None
+    return compiled() is not None and _gives_pillows_pixels_here()
 
 
 def resample(
@@ -68,7 +55,7 @@ def resample(
     widths before the heights, either of the picture turned upright before or (not `turned_first`) of the picture as it lies
     in the file. Raises MemoryError.
     """
-    library = _library()
+    library = compiled()
     assert library is not None  # the caller has asked `can_resample`; not a user's data
     sideways = orientation in SIDEWAYS
     in_memory = (width.length, height.length, 4) if sideways else (height.length, width.length, 4)
@@ -77,8 +64,8 @@ def resample(
     upright: Pixels = np.empty((height.last - height.first, width.last - width.first, 3), np.uint8)
     done = library.resample(
         pixels.ctypes.data,
-        _Side(height.start, height.stop, height.length, *height[3:], orientation in _MIRRORED_HEIGHT),
-        _Side(width.start, width.stop, width.length, *width[3:], orientation in _MIRRORED_WIDTH),
+        SideStruct(height.start, height.stop, height.length, *height[3:], orientation in _MIRRORED_HEIGHT),
+        SideStruct(width.start, width.stop, width.length, *width[3:], orientation in _MIRRORED_WIDTH),
         sideways,
         turned_first,
         upright.ctypes.data,
@@ -89,24 +76,8 @@ def resample(
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
-    place = find_spec("packshift._resampling")
-    if place is None or place.origin is None or platform.machine() not in _SAME_ARITHMETIC:
-        return None
-    try:
-        library = ctypes.CDLL(place.origin)
-    except OSError:  # built for another system
-        return None
-    library.resample.argtypes = [c_void_p, POINTER(_Side), POINTER(_Side), c_int32, c_int32, c_void_p]
-    library.resample.restype = c_int32
-    return library
-
-
-@cache
-def _checked_library() -> ctypes.CDLL | None:
-    if os.environ.get("PACKSHIFT_TURBO") == "0":
-        return None
-    return _library() if _library() is not None and _gives_pillows_pixels() else None
+def _gives_pillows_pixels_here() -> bool:
+    return platform.machine() in _SAME_ARITHMETIC and _gives_pillows_pixels()
 
 
 def _gives_pillows_pixels() -> bool:

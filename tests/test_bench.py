@@ -186,8 +186,8 @@ class TestWhereTheTimeGoes:
         ("stage", "module", "name"),
         [
             ("read", preprocess, "encode_name"),
-            ("decode", preprocess, "load_jpeg"),
-            ("convert", preprocess, "_fit"),
+            ("decode", preprocess, "memory_of_jpeg"),
+            ("convert", preprocess, "_place"),
             ("transfer", one_thread, "touch"),
         ],
     )

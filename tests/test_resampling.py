@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
-import subprocess
-import sys
+import platform
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -19,13 +18,15 @@ from PIL import Image
 from PIL import __version__ as pillow_version
 
 from packshift import preprocess, resampling
+from packshift.compiled import compiled
 from packshift.pillow_memory import memory_of, picture_on
 from packshift.preprocess import FITS, Preprocessing, make_record
 from packshift.record import Sample
 from packshift.resampling import Side, can_resample, resample
 
 needs_compiled = pytest.mark.skipif(
-    resampling._library() is None, reason="packshift was installed where there is no C compiler, or not on x86-64"
+    compiled() is None or platform.machine() not in resampling._SAME_ARITHMETIC,
+    reason="packshift was installed where there is no C compiler, or not on x86-64",
 )
 HANDS_OUT_MEMORY = tuple(map(int, pillow_version.split(".")[:2])) >= (11, 2)
 TURNS = {
@@ -193,19 +194,13 @@ def test_memory_of_another_shape(pixels: np.ndarray) -> None:
 
 class TestLeftToPillow:
     @pytest.fixture(autouse=True)
-    def afresh(self) -> None:
-        resampling._library.cache_clear()
-        resampling._checked_library.cache_clear()
+    def afresh(self) -> Iterator[None]:
+        resampling._gives_pillows_pixels_here.cache_clear()
         yield
-        resampling._library.cache_clear()
-        resampling._checked_library.cache_clear()
+        resampling._gives_pillows_pixels_here.cache_clear()
 
     def test_not_built(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(resampling, "find_spec", lambda name: None)
-        assert not can_resample()
-
-    def test_built_for_another_system(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(resampling, "find_spec", lambda name: SimpleNamespace(origin=__file__))
+        monkeypatch.setattr(resampling, "compiled", lambda: None)
         assert not can_resample()
 
     def test_another_processor(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,23 +212,10 @@ class TestLeftToPillow:
         monkeypatch.setattr(resampling, "resample", lambda *arguments: resample(*arguments) ^ 1)
         assert not can_resample()
 
-    @pytest.mark.parametrize("switch", ["0", "1"])
-    def test_the_switch(self, switch: str) -> None:
-        program = "from packshift.resampling import can_resample; print(can_resample())"
-        ended = subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PACKSHIFT_TURBO": switch},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert ended.stdout.strip() == str(switch == "1" and resampling._library() is not None)
-
 
 @needs_compiled
 def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resampling._library() is not None
-    monkeypatch.setattr(resampling, "_library", lambda: SimpleNamespace(resample=lambda *arguments: 0))
+    monkeypatch.setattr(resampling, "compiled", lambda: SimpleNamespace(resample=lambda *arguments: 0))
     with pytest.raises(MemoryError):
         resample(noise(4, 4), Side(4, 0, 4, 2, 0, 2), Side(4, 0, 4, 2, 0, 2))
 

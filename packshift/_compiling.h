@@ -1,0 +1,15 @@
+/* Words that compilers have for the same things. */
+
+#if defined(__GNUC__)
+#define INLINE static inline __attribute__((always_inline))
+#define PUBLIC __attribute__((visibility("default")))
+#else
+#define INLINE static inline
+#define PUBLIC
+#endif
+
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__)
+#define FOR_EACH_PROCESSOR __attribute__((target_clones("avx2", "default")))
+#else
+#define FOR_EACH_PROCESSOR
+#endif

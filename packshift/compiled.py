@@ -1,0 +1,39 @@
+"""What is written in C: built when packshift is installed where there is a C compiler, and done in other ways without.
+
+`PACKSHIFT_TURBO=0` in the environment turns it off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, c_double, c_int32, c_int64, c_size_t, c_void_p
+from functools import cache
+from importlib.util import find_spec
+
+
+class SideStruct(ctypes.Structure):
+    """`struct side` of _resampling.c."""
+
+    _fields_ = (
+        *((name, c_double) for name in ("start", "stop")),
+        *((name, c_int32) for name in ("length", "size", "first", "last", "mirrored")),
+    )
+
+
+@cache
+def compiled() -> ctypes.CDLL | None:
+    """The functions of _gathering.c and _resampling.c, or None where they were not built or are not wanted."""
+    if os.environ.get("PACKSHIFT_TURBO") == "0":
+        return None
+    place = find_spec("packshift._compiled")
+    if place is None or place.origin is None:
+        return None
+    try:
+        library = ctypes.CDLL(place.origin)
+    except OSError:  # built for another system
+        return None
+    library.resample.argtypes = [c_void_p, POINTER(SideStruct), POINTER(SideStruct), c_int32, c_int32, c_void_p]
+    library.gather.argtypes = [c_void_p, c_int64, c_size_t, c_size_t, c_void_p, c_size_t, c_void_p]
+    library.resample.restype = library.gather.restype = c_int32
+    return library

@@ -1,0 +1,44 @@
+"""What is written in C is found, or done without."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from packshift import compiled as compiled_module
+from packshift.compiled import compiled
+
+
+@pytest.fixture(autouse=True)
+def afresh() -> Iterator[None]:
+    compiled.cache_clear()
+    yield
+    compiled.cache_clear()
+
+
+def test_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_module, "find_spec", lambda name: None)
+    assert compiled() is None
+
+
+def test_built_for_another_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_module, "find_spec", lambda name: SimpleNamespace(origin=__file__))
+    assert compiled() is None
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_the_switch(switch: str) -> None:
+    program = "from packshift.compiled import compiled; print(compiled() is not None)"
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PACKSHIFT_TURBO": switch},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout.strip() == str(switch == "1" and compiled() is not None)
