@@ -8,6 +8,7 @@ the ratios within a round. Start-up (processes, imports, a first epoch in which 
 outside the clock.
 
 - gather: `np.take(..., out=, mode="clip")` from a map of a flat file into one reused buffer, one thread: the machine's limit.
+- index_select, packshift.gathering: the same by torch (8 bytes at a time) and by what packshift's datasets use.
 - recipe: what tutorials show: pickled samples in LMDB, opened in each worker, default collate, 2 workers.
 - the rest: packshift's datasets in the stock DataLoader (by format, workers and start method), and `Loader`.
 
@@ -36,6 +37,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from packshift import Loader, open_dataset
+from packshift.gathering import gather as packshift_gather
 from packshift.record import Record
 from packshift.stores import get_format
 from packshift.stores._partial import partial_file
@@ -132,15 +134,37 @@ def waiting_share(batches: Iterator[torch.Tensor], seconds: float, warm_up: int,
     return waited / (time.perf_counter() - started)
 
 
-def gather(folder: Path, side: int, count: int, batch_size: int) -> Iterator[torch.Tensor]:
-    rows = np.memmap(folder / "flat.bin", np.uint8, "r", shape=(count, side * side * 3))
+Gather = Callable[[np.ndarray, np.ndarray, np.ndarray], object]  # rows, positions, out
+
+
+def numpys_gather(rows: np.ndarray, positions: np.ndarray, out: np.ndarray) -> None:
+    np.take(rows, positions, axis=0, out=out, mode="clip")
+
+
+def torchs_gather(rows: np.ndarray, positions: np.ndarray, out: np.ndarray) -> None:
+    wide, into = torch.from_numpy(rows).view(torch.int64), torch.from_numpy(out).view(torch.int64)
+    torch.index_select(wide, 0, torch.from_numpy(positions), out=into)
+
+
+def packshifts_gather(rows: np.ndarray, positions: np.ndarray, out: np.ndarray) -> None:
+    packshift_gather(torch.from_numpy(rows), positions, torch.from_numpy(out))
+
+
+def gather(folder: Path, side: int, count: int, batch_size: int, function: Gather) -> Iterator[torch.Tensor]:
+    """One thread, one buffer."""
+    rows = np.memmap(folder / "flat.bin", np.uint8, "c", shape=(count, side * side * 3))
     out = np.empty((batch_size, side * side * 3), np.uint8)
     generator = np.random.default_rng(0)
-    while True:
-        order = generator.permutation(count)
-        for start in range(0, count - batch_size + 1, batch_size):
-            np.take(rows, order[start : start + batch_size], axis=0, out=out, mode="clip")
-            yield torch.from_numpy(out)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        while True:
+            order = generator.permutation(count)
+            for start in range(0, count - batch_size + 1, batch_size):
+                function(rows, order[start : start + batch_size], out)
+                yield torch.from_numpy(out)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def epochs(loader: object) -> Iterator[torch.Tensor]:
@@ -167,7 +191,9 @@ def make_cases(folder: Path, side: int, count: int, batch_size: int) -> dict[str
         return open_dataset(folder / f"store{suffix}")
 
     cases: dict[str, Callable[[], Iterator[torch.Tensor]]] = {
-        "gather": lambda: gather(folder, side, count, batch_size),
+        "gather": lambda: gather(folder, side, count, batch_size, numpys_gather),
+        "index_select": lambda: gather(folder, side, count, batch_size, torchs_gather),
+        "packshift.gathering": lambda: gather(folder, side, count, batch_size, packshifts_gather),
         RECIPE: lambda: stock(Recipe(str(folder / "recipe.lmdb"), count), batch_size, 2, "fork"),
     }
     for suffix in (".lmdb", ".h5"):

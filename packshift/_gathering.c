@@ -1,8 +1,8 @@
 /* What packshift/gathering.py calls through ctypes: copies of many rows of a store into one batch.
 
-   A processor waits for memory most of the time when it copies one row after the other: what it fetches ahead ends with
-   each page. Six rows at a time keep it busy, and writing around the cache saves reading what is overwritten; together
-   that is 1.7 times as fast as memcpy row by row for rows of 150 KB, and 1.3 times for 3 KB (benchmarks/gather_speed.py). */
+   A processor that copies one row after the other waits for memory most of the time: what it fetches ahead ends with each
+   page. Six rows at a time keep it busy, and writing around the cache saves reading what is overwritten
+   (benchmarks/read_speed.py). */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -14,43 +14,58 @@
 #include <emmintrin.h>
 #endif
 
-#define TOGETHER 6 /* 4 and 8 rows were slower */
-#define STEP 128   /* bytes of each row in turn: two cache lines */
+PUBLIC const int32_t packshift_interface = INTERFACE;
 
-/* Rows of `n` bytes, `count` of them, a constant where this is called. `around`: both are multiples of 16 and so is `out`. */
-INLINE void copy_rows(const uint8_t *const *rows, size_t count, size_t n, uint8_t *out, int around)
+#define TOGETHER 6 /* 4 and 8 rows were slower */
+#define STEP 128   /* bytes of each row in turn */
+#define LINE 64    /* of cache: one that is written around it in two parts is slower than not around it */
+
+/* `to` begins a line of cache. */
+INLINE void copy_step(const uint8_t *from, uint8_t *to)
 {
-    size_t done = 0;
-    for (; done + STEP <= n; done += STEP) {
-        for (size_t row = 0; row < count; row++) {
-            const uint8_t *from = rows[row] + done;
-            uint8_t *to = out + row * n + done;
 #ifdef __SSE2__
-            if (around) {
-                __m128i held[STEP / 16];
-                for (size_t part = 0; part < STEP / 16; part++)
-                    held[part] = _mm_loadu_si128((const __m128i *)(from + 16 * part));
-                for (size_t part = 0; part < STEP / 16; part++)
-                    _mm_stream_si128((__m128i *)(to + 16 * part), held[part]);
-                continue;
-            }
+    __m128i held[STEP / 16];
+    for (size_t part = 0; part < STEP / 16; part++)
+        held[part] = _mm_loadu_si128((const __m128i *)(from + 16 * part));
+    for (size_t part = 0; part < STEP / 16; part++)
+        _mm_stream_si128((__m128i *)(to + 16 * part), held[part]);
+#else
+    memcpy(to, from, STEP);
 #endif
-            memcpy(to, from, STEP);
-        }
-    }
-    for (size_t row = 0; row < count; row++)
-        memcpy(out + row * n + done, rows[row] + done, n - done);
 }
 
-INLINE void copy(const uint8_t *const *rows, size_t count, size_t n, uint8_t *out, int around)
+/* Rows of `n` bytes, `count` of them, a constant where this is called. */
+INLINE void copy_rows(const uint8_t *const *rows, size_t count, size_t n, uint8_t *out)
+{
+    const uint8_t *from[TOGETHER];
+    uint8_t *to[TOGETHER];
+    size_t left[TOGETHER], steps = 0;
+    for (size_t row = 0; row < count; row++) {
+        uint8_t *first = out + row * n;
+        size_t head = (LINE - (uintptr_t)first % LINE) % LINE;
+        head = head < n ? head : n;
+        memcpy(first, rows[row], head);
+        from[row] = rows[row] + head;
+        to[row] = first + head;
+        left[row] = n - head;
+        steps = row == 0 || left[row] / STEP < steps ? left[row] / STEP : steps;
+    }
+    for (size_t step = 0; step < steps; step++)
+        for (size_t row = 0; row < count; row++)
+            copy_step(from[row] + step * STEP, to[row] + step * STEP);
+    for (size_t row = 0; row < count; row++)
+        memcpy(to[row] + steps * STEP, from[row] + steps * STEP, left[row] - steps * STEP);
+}
+
+INLINE void copy(const uint8_t *const *rows, size_t count, size_t n, uint8_t *out)
 {
     switch (count) {
-    case 1: copy_rows(rows, 1, n, out, around); break;
-    case 2: copy_rows(rows, 2, n, out, around); break;
-    case 3: copy_rows(rows, 3, n, out, around); break;
-    case 4: copy_rows(rows, 4, n, out, around); break;
-    case 5: copy_rows(rows, 5, n, out, around); break;
-    case 6: copy_rows(rows, 6, n, out, around); break;
+    case 1: copy_rows(rows, 1, n, out); break;
+    case 2: copy_rows(rows, 2, n, out); break;
+    case 3: copy_rows(rows, 3, n, out); break;
+    case 4: copy_rows(rows, 4, n, out); break;
+    case 5: copy_rows(rows, 5, n, out); break;
+    case 6: copy_rows(rows, 6, n, out); break;
     }
 }
 
@@ -62,19 +77,12 @@ PUBLIC int32_t gather(
     for (size_t place = 0; place < count; place++)
         if (positions[place] < 0 || positions[place] >= length)
             return 0;
-    int around = 0;
-#ifdef __SSE2__
-    around = n % 16 == 0 && (uintptr_t)out % 16 == 0;
-#endif
     for (size_t place = 0; place < count; place += TOGETHER) {
         size_t together = count - place < TOGETHER ? count - place : TOGETHER;
         const uint8_t *rows[TOGETHER];
         for (size_t row = 0; row < together; row++)
             rows[row] = first + (size_t)positions[place + row] * stride;
-        if (around)
-            copy(rows, together, n, out + place * n, 1);
-        else
-            copy(rows, together, n, out + place * n, 0);
+        copy(rows, together, n, out + place * n);
     }
 #ifdef __SSE2__
     _mm_sfence(); /* before anybody is told that the batch is there */

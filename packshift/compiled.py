@@ -11,6 +11,9 @@ from ctypes import POINTER, c_double, c_int32, c_int64, c_size_t, c_void_p
 from functools import cache
 from importlib.util import find_spec
 
+_INTERFACE = 1
+"""`packshift_interface` of _compiling.h: changes with every structure and list of arguments."""
+
 
 class SideStruct(ctypes.Structure):
     """`struct side` of _resampling.c."""
@@ -31,7 +34,10 @@ def compiled() -> ctypes.CDLL | None:
         return None
     try:
         library = ctypes.CDLL(place.origin)
-    except OSError:  # built for another system
+        interface = c_int32.in_dll(library, "packshift_interface").value
+    except (OSError, ValueError):  # built for another system, or of another version
+        return None
+    if interface != _INTERFACE:
         return None
     library.resample.argtypes = [c_void_p, POINTER(SideStruct), POINTER(SideStruct), c_int32, c_int32, c_void_p]
     library.gather.argtypes = [c_void_p, c_int64, c_size_t, c_size_t, c_void_p, c_size_t, c_void_p]

@@ -319,10 +319,16 @@ class _Run:
         self.writer.skip(skipped)
         limit = self.plan.max_errors
         if limit is not None and len(self.skipped) > limit:
+            self._name_the_skipped()
             raise ImageError(
                 f"{counted(len(self.skipped), 'picture')} cannot be read, more than the {limit:,} that --max-errors allows; "
                 f"the last one, {sample.name}: {reason.rstrip('.')}. Nothing was published"
             )
+
+    def _name_the_skipped(self) -> None:
+        """Where no report will do it."""
+        for skipped in self.skipped:
+            self.log(f"skipped {printable(skipped.path)}: {skipped.reason}")
 
     def _count(self, messages: Sequence[str]) -> None:
         for kind in messages:
@@ -334,6 +340,7 @@ class _Run:
         assert self._journal is not None  # `carry_on` came first; not a user's data
         found = len(self.plan.listing)
         if not len(self.writer):
+            self._name_the_skipped()
             raise SourceError(
                 f"none of the {found:,} pictures in {self.plan.listing.root} can be read; the first, "
                 f"{self.skipped[0].path}: {self.skipped[0].reason}"

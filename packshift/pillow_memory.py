@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, c_int64, c_uint8, c_void_p
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,24 +50,34 @@ _pointer_in.restype = c_void_p
 
 
 def memory_of(picture: Picture) -> Memory | None:
-    """The pixels of a picture of mode RGB where Pillow keeps them, to be read; None where they cannot be had.
+    """The pixels of a picture of mode RGB where Pillow keeps them, read-only; None where they cannot be had.
 
-    Pillow hands them out through the Arrow PyCapsule interface, from version 11.2 on, if they lie in one piece, as they do
-    up to 4 million pixels. They are there as long as the array is.
+    Pillow hands them out through the Arrow PyCapsule interface if they lie in one piece, as they do up to 4 million pixels.
+    They are there as long as the array is. Not used before Pillow 11.3: 11.2 never gives them back. Nor for pictures on
+    somebody else's memory or without pixels, for which Pillow up to 12 looks where there is nothing.
     """
-    if picture.mode != "RGB" or not hasattr(picture, "__arrow_c_array__"):
+    if picture.mode != "RGB" or not _hands_out_memory() or picture.readonly or not all(picture.size):
         return None
     try:
         capsules = picture.__arrow_c_array__()
-    except ValueError:  # not in one piece
+    except (ValueError, TypeError, NotImplementedError):  # not in one piece, or not in this Pillow
         return None
     outer = ctypes.cast(_pointer_in(capsules[1], b"arrow_array"), POINTER(_ArrowArray)).contents
     height, width = picture.height, picture.width
     if outer.length != height * width or outer.n_children != 1 or outer.offset:
         return None
     inner = outer.children[0].contents
-    if inner.length != height * width * 4 or inner.n_buffers != 2 or inner.offset:
+    if inner.length != height * width * 4 or inner.n_buffers != 2 or inner.offset or not inner.buffers[1]:
         return None
     memory = (c_uint8 * inner.length).from_address(inner.buffers[1])
     memory.capsules = capsules  # they own it
-    return np.frombuffer(memory, np.uint8).reshape(height, width, 4)
+    pixels = np.frombuffer(memory, np.uint8).reshape(height, width, 4)
+    pixels.flags.writeable = False
+    return pixels
+
+
+@cache
+def _hands_out_memory() -> bool:
+    from PIL import __version__ as pillow_version
+
+    return tuple(int(part) for part in pillow_version.split(".")[:2]) >= (11, 3)

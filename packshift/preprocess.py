@@ -25,7 +25,7 @@ from packshift.jpeg import SCALES, jpeg_decoder, load_jpeg, memory_of_jpeg
 from packshift.pillow_memory import Memory, memory_of, picture_on
 from packshift.pixel_limit import bomb_reason, check_pixels, pixels_up_to, scaled_limit
 from packshift.record import Record, Sample, encode_name
-from packshift.resampling import SIDEWAYS, Pixels, Side, can_resample, resample
+from packshift.resampling import LONGEST_SIDE, SIDEWAYS, Pixels, Side, can_resample, resample
 from packshift.text import counted
 
 if TYPE_CHECKING:
@@ -491,6 +491,8 @@ def _resampled(
     place = _place(height, width, settings)
     limit = scaled_limit(settings.max_pixels)
     if limit is not None and place.height * place.width > limit:
+        return None
+    if max(*lengths, place.height, place.width) > LONGEST_SIDE:
         return None
     before, after = lengths, (place.height, place.width)
     if scale > 1 and orientation in SIDEWAYS:

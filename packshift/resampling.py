@@ -23,6 +23,9 @@ Pixels = NDArray[np.uint8]
 SIDEWAYS = frozenset({5, 6, 7, 8})
 """EXIF orientations in which the picture's width lies along the file's height."""
 
+LONGEST_SIDE = 65_535
+"""Of longer ones Pillow rounds the box to 32 bits, and so many weights may add up to more than 1, which it clips."""
+
 _MIRRORED_WIDTH = frozenset({2, 3, 6, 7})  # of the upright picture, against where it lies in the file
 _MIRRORED_HEIGHT = frozenset({3, 4, 7, 8})
 _SAME_ARITHMETIC = ("x86_64", "AMD64")  # elsewhere compilers may round a * b + c once instead of twice
@@ -48,7 +51,9 @@ def can_resample() -> bool:
 def resample(
     pixels: Pixels, height: Side, width: Side, *, orientation: object = 1, turned_first: bool = True
 ) -> Pixels:
-    """Scale, cut and turn upright: (last - first of `height`, last - first of `width`, 3) uint8. Needs `can_resample`.
+    """Scale, cut and turn upright: read-only (last - first of `height`, last - first of `width`, 3) uint8.
+
+    Needs `can_resample`, and sides of at most `LONGEST_SIDE`, before and after.
 
     `pixels` is (H, W, 4) uint8, C-contiguous, as it lies in a file of that EXIF orientation; the fourth channel is not
     looked at. `height` and `width` are sides of the upright picture. The pixels are those of Pillow where it does the
@@ -61,6 +66,10 @@ def resample(
     in_memory = (width.length, height.length, 4) if sideways else (height.length, width.length, 4)
     if pixels.shape != in_memory or not pixels.flags.c_contiguous:
         raise ValueError(f"expected C-contiguous {in_memory}, got {pixels.shape}")
+    for side in (height, width):
+        right = 0 <= side.first < side.last <= side.size and side.start < side.stop <= side.length
+        if not right or max(side.length, side.size) > LONGEST_SIDE:
+            raise ValueError(f"cannot resample {side}")
     upright: Pixels = np.empty((height.last - height.first, width.last - width.first, 3), np.uint8)
     done = library.resample(
         pixels.ctypes.data,
@@ -72,6 +81,7 @@ def resample(
     )
     if not done:
         raise MemoryError
+    upright.flags.writeable = False
     return upright
 
 

@@ -269,7 +269,7 @@ class _Layout:
 
     def payload(self) -> Payload:
         starts, sizes = self._arrays(0, self.count)
-        end = self.end(self._first + int(starts[-1]), int(sizes[-1]))
+        end = self.end(self._first + int(starts[-1]), int(sizes[-1])) if sizes[-1] >= 0 else 0  # then nobody asks
         return Payload(self.count, self._shape, self._first, self._stride, starts, sizes, end)
 
 
@@ -328,8 +328,8 @@ def _check_range(layout: _Layout, window: _Window, indices: range, checksums: ND
     """(bytes read, [(index, kind, problem)]) of some records."""
     problems: list[tuple[int, str, str]] = []
     starts, sizes = layout.places(indices.start, min(layout.count, indices.stop + 1))
-    last = len(indices) - 1
-    limit = layout.end(starts[last], max(0, sizes[last]))
+    whole = [place for place in zip(starts[: len(indices)], sizes, strict=False) if place[1] >= 0]
+    limit = layout.end(*whole[-1]) if whole else 0
     nbytes = 0
     for index, start, size in zip(indices, starts, sizes, strict=False):
         if size < 0:

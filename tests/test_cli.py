@@ -157,6 +157,16 @@ class TestConvert:
             run("convert", pictures, tmp_path / "2.lmdb", "--max-errors", "few"), 2
         )
 
+    def test_what_was_skipped_is_named_without_a_store_too(self, pictures: Path, tmp_path: Path) -> None:
+        for path in pictures.rglob("*.jpg"):
+            path.write_bytes(b"nonsense")
+        names = sorted(str(path.relative_to(pictures)) for path in pictures.rglob("*.jpg"))
+        for limit in ((), ("--max-errors", str(len(names) - 1))):
+            ended = run("convert", pictures, tmp_path / "out.lmdb", *limit)
+            assert ended.exit_code == 1
+            named = [line.split(":")[0] for line in ended.stderr.splitlines() if line.startswith("skipped ")]
+            assert named == [f"skipped {name}" for name in names]
+
     def test_json(self, pictures: Path, tmp_path: Path) -> None:
         (pictures / "bee" / "bad\udcff.jpg").touch()
         result = run("convert", pictures, tmp_path / "out.h5", "--json", "--size", 16)

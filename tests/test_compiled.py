@@ -31,6 +31,19 @@ def test_built_for_another_system(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled() is None
 
 
+@pytest.mark.skipif(compiled() is None, reason="packshift was installed where there is no C compiler")
+def test_built_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_module, "_INTERFACE", 99)
+    assert compiled() is None
+
+
+def test_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    import _ctypes
+
+    monkeypatch.setattr(compiled_module, "find_spec", lambda name: SimpleNamespace(origin=_ctypes.__file__))
+    assert compiled() is None
+
+
 @pytest.mark.parametrize("switch", ["0", "1"])
 def test_the_switch(switch: str) -> None:
     program = "from packshift.compiled import compiled; print(compiled() is not None)"

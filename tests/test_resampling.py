@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from PIL import __version__ as pillow_version
 
-from packshift import preprocess, resampling
+from packshift import pillow_memory, preprocess, resampling
 from packshift.compiled import compiled
+from packshift.errors import ImageError
 from packshift.pillow_memory import memory_of, picture_on
 from packshift.preprocess import FITS, Preprocessing, make_record
 from packshift.record import Sample
@@ -28,7 +29,7 @@ needs_compiled = pytest.mark.skipif(
     compiled() is None or platform.machine() not in resampling._SAME_ARITHMETIC,
     reason="packshift was installed where there is no C compiler, or not on x86-64",
 )
-HANDS_OUT_MEMORY = tuple(map(int, pillow_version.split(".")[:2])) >= (11, 2)
+HANDS_OUT_MEMORY = tuple(map(int, pillow_version.split(".")[:2])) >= (11, 3)
 TURNS = {
     number: getattr(Image.Transpose, name) for number, name in preprocess._TURNS.items()
 }  # an orientation -> what makes it upright
@@ -139,7 +140,7 @@ def test_scaled_decoding(fit: str, resampled: list[bool]) -> None:
 
 
 @needs_compiled
-@pytest.mark.skipif(not HANDS_OUT_MEMORY, reason="Pillow before 11.2 does not hand out its memory")
+@pytest.mark.skipif(not HANDS_OUT_MEMORY, reason="Pillow before 11.3 does not hand out its memory")
 def test_every_format_that_gives_rgb(resampled: list[bool]) -> None:
     picture = formula_picture(70, 90)
     for kind, options in (
@@ -171,6 +172,43 @@ def test_a_picture_whose_order_of_passes_is_not_known(monkeypatch: pytest.Monkey
     here, pillows = both_ways(encoded(formula_picture(300, 200), "PNG"), Preprocessing((32, 32)))
     assert here == pillows
     assert not any(resampled)
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    ("size", "target"),
+    [((616_000, 1), (1, 1)), ((1, 70_000), (2, 2)), ((9, 3), (66_000, 1))],  # the first wraps to black
+)
+def test_very_long_sides(size: tuple[int, int], target: tuple[int, int], resampled: list[bool]) -> None:
+    data = encoded(Image.new("RGB", size, "white"), "PNG")
+    if max(target) > preprocess.LARGEST_SIDE:
+        target = (preprocess.LARGEST_SIDE, 1)
+    here, pillows = both_ways(data, Preprocessing(target, "stretch"))
+    assert here == pillows
+    assert resampled[0] == (max(size) <= resampling.LONGEST_SIDE)
+
+
+@needs_compiled
+def test_a_scaled_side_beyond_32_bits() -> None:
+    """Pillow's error, whoever is asked first."""
+    data = encoded(Image.new("RGB", (600_000, 1)), "PNG")
+    with pytest.raises(ImageError, match="cannot be decoded: signed integer is greater than maximum"):
+        make_record(data, Sample("long.png", 0), Preprocessing((4096, 4096), max_pixels=10**18))
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"first": -1}, {"first": 9, "last": 9}, {"last": 21}, {"stop": 41.0}, {"stop": 0.0}, {"size": 70_000},
+        {"size": 2**31 + 5, "first": 7, "last": 9},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sides_that_cannot_be(change: dict[str, float]) -> None:
+    side = Side(40, 0, 40, 20, 0, 20)
+    with pytest.raises(ValueError, match="cannot resample Side"):
+        resample(noise(40, 40), side, side._replace(**change))
 
 
 @needs_compiled
@@ -221,7 +259,7 @@ def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestMemory:
-    @pytest.mark.skipif(not HANDS_OUT_MEMORY, reason="Pillow before 11.2 does not hand out its memory")
+    @pytest.mark.skipif(not HANDS_OUT_MEMORY, reason="Pillow before 11.3 does not hand out its memory")
     def test_it_outlives_the_picture(self) -> None:
         pixels = noise(300, 400)[:, :, :3]
         memory = memory_of(Image.fromarray(pixels))
@@ -235,6 +273,37 @@ class TestMemory:
     @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "I;16", "F"])
     def test_other_modes_have_none(self, mode: str) -> None:
         assert memory_of(Image.new(mode, (5, 6))) is None
+
+    @pytest.mark.parametrize("size", [(0, 0), (0, 5)])
+    def test_no_pixels(self, size: tuple[int, int]) -> None:
+        assert memory_of(Image.new("RGB", size)) is None
+
+    def test_somebody_elses_memory(self) -> None:
+        assert memory_of(picture_on(noise(30, 40), "RGB")) is None
+
+    def test_an_old_pillow(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """11.2 never gives the memory back."""
+        for version, handed_out in (("11.2.1", False), ("11.3.0", True)):
+            pillow_memory._hands_out_memory.cache_clear()
+            monkeypatch.setattr("PIL.__version__", version)
+            assert pillow_memory._hands_out_memory() is handed_out
+        pillow_memory._hands_out_memory.cache_clear()
+
+    def test_a_pillow_that_has_another_way_to_refuse(self) -> None:
+        class Refusing(Image.Image):
+            def __arrow_c_array__(self, requested_schema: object = None) -> tuple[object, object]:
+                raise NotImplementedError
+
+        picture = Refusing()
+        picture._mode, picture._size = "RGB", (3, 3)
+        assert memory_of(picture) is None
+
+    @pytest.mark.skipif(not HANDS_OUT_MEMORY, reason="Pillow before 11.3 does not hand out its memory")
+    def test_it_cannot_be_written_to(self) -> None:
+        memory = memory_of(Image.new("RGB", (3, 3)))
+        assert memory is not None
+        with pytest.raises(ValueError, match="read-only"):
+            memory[0, 0, 0] = 1
 
     def test_not_in_one_piece(self) -> None:
         assert memory_of(Image.new("RGB", (2100, 2100))) is None

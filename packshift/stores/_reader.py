@@ -101,6 +101,10 @@ class Reader:
             place_or_none = info.arrays.get(name)
             if place_or_none is None or (place_or_none.dtype, place_or_none.shape) != (dtype, expected):
                 raise self._damaged(f"its array {name!r} is missing or of the wrong shape")
+        for name in ("paths", "skipped"):  # of any length
+            one_dimensional = name in info.arrays and len(info.arrays[name].shape) == 1
+            if not one_dimensional or info.arrays[name].dtype != "|u1":
+                raise self._damaged(f"its array {name!r} is missing or of the wrong shape")
         if info.shape is not None and info.stride is not None:
             size = prod(info.shape)
             end = info.payload_offset + (info.count - 1) * info.stride + size
