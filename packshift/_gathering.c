@@ -4,6 +4,7 @@
    page. Six rows at a time keep it busy, and writing around the cache saves reading what is overwritten
    (benchmarks/read_speed.py). */
 
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -18,6 +19,7 @@ PUBLIC const int32_t packshift_interface = INTERFACE;
 
 #define TOGETHER 6 /* 4 and 8 rows were slower */
 #define STEP 128   /* bytes of each row in turn */
+#define MOST_THREADS 8
 #define LINE 64    /* of cache: one that is written around it in two parts is slower than not around it */
 
 /* `to` begins a line of cache. */
@@ -69,23 +71,54 @@ INLINE void copy(const uint8_t *const *rows, size_t count, size_t n, uint8_t *ou
     }
 }
 
+/* A part of a batch, for one thread. */
+struct part {
+    const uint8_t *first;
+    size_t stride, n, count;
+    const int64_t *positions;
+    uint8_t *out;
+};
+
+static void *copy_part(void *argument)
+{
+    const struct part *part = argument;
+    for (size_t place = 0; place < part->count; place += TOGETHER) {
+        size_t together = part->count - place < TOGETHER ? part->count - place : TOGETHER;
+        const uint8_t *rows[TOGETHER];
+        for (size_t row = 0; row < together; row++)
+            rows[row] = part->first + (size_t)part->positions[place + row] * part->stride;
+        copy(rows, together, part->n, part->out + place * part->n);
+    }
+#ifdef __SSE2__
+    _mm_sfence(); /* before anybody is told that the rows are there */
+#endif
+    return NULL;
+}
+
 /* Row i of `out`, rows of `n` bytes, is the one that begins `positions[i]` times `stride` bytes after `first`. Gives 0, and
-   copies nothing, where a position is not one of `length`. */
+   copies nothing, where a position is not one of `length`. The threads, at most MOST_THREADS and the caller's among them, live
+   as long as the call, so that a process can be forked between two. */
 PUBLIC int32_t gather(
-    const uint8_t *first, int64_t length, size_t stride, size_t n, const int64_t *positions, size_t count, uint8_t *out)
+    const uint8_t *first, int64_t length, size_t stride, size_t n, const int64_t *positions, size_t count, uint8_t *out,
+    size_t threads)
 {
     for (size_t place = 0; place < count; place++)
         if (positions[place] < 0 || positions[place] >= length)
             return 0;
-    for (size_t place = 0; place < count; place += TOGETHER) {
-        size_t together = count - place < TOGETHER ? count - place : TOGETHER;
-        const uint8_t *rows[TOGETHER];
-        for (size_t row = 0; row < together; row++)
-            rows[row] = first + (size_t)positions[place + row] * stride;
-        copy(rows, together, n, out + place * n);
+    pthread_t started[MOST_THREADS];
+    struct part parts[MOST_THREADS];
+    threads = threads > MOST_THREADS ? MOST_THREADS : threads;
+    size_t share = threads > 1 ? count / threads / TOGETHER * TOGETHER : 0, running = 0;
+    for (; share > 0 && running + 1 < threads; running++) {
+        size_t done = running * share;
+        parts[running] = (struct part){first, stride, n, share, positions + done, out + done * n};
+        if (pthread_create(&started[running], NULL, copy_part, &parts[running]) != 0)
+            break; /* what it would have done is done below */
     }
-#ifdef __SSE2__
-    _mm_sfence(); /* before anybody is told that the batch is there */
-#endif
+    size_t done = running * share;
+    struct part rest = {first, stride, n, count - done, positions + done, out + done * n};
+    copy_part(&rest);
+    while (running > 0)
+        pthread_join(started[--running], NULL);
     return 1;
 }
