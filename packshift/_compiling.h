@@ -10,7 +10,9 @@
 #define PUBLIC
 #endif
 
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__)
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
+#elif defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("avx2", "default")))
 #else
 #define FOR_EACH_PROCESSOR

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from packshift.compiled import compiled
 
-
 _WORTH_A_THREAD = 2 << 20
 """Bytes: about 0.2 ms of copying, where starting a thread takes 0.02."""
 

@@ -321,6 +321,8 @@ def _preprocessed(data: bytes, settings: Preprocessing, lap: Lap) -> tuple[Pixel
     if not data:
         raise ImageError("empty file (0 bytes)")
     notes: list[str] = []
+    image: Picture | None
+    memory: Memory | None
     scale, memory = 1, None
     with Image.open(io.BytesIO(data)) as opened:
         check_pixels(opened.size, settings.max_pixels)
@@ -328,12 +330,13 @@ def _preprocessed(data: bytes, settings: Preprocessing, lap: Lap) -> tuple[Pixel
             orientation, (width, height) = _orientation(opened), opened.size
             scale, size = _scaled_decoding(opened.size, orientation, settings)
             memory = memory_of_jpeg(opened, data, scale)
-            image = load_jpeg(opened, data, scale) if memory is None else picture_on(memory, opened.mode)
+            image = load_jpeg(opened, data, scale) if memory is None else None
         else:
             opened.load()
             image, orientation, (width, height) = opened, _orientation(opened), opened.size
         lap("decode")
-        image = _to_rgb(image, notes, settings.background)
+        if image is not None:
+            image = _to_rgb(image, notes, settings.background)
         if _has_more_frames(opened):
             notes.append("frames")
     original = height, width
@@ -342,10 +345,13 @@ def _preprocessed(data: bytes, settings: Preprocessing, lap: Lap) -> tuple[Pixel
     if orientation in SIDEWAYS:
         height, width = width, height
     if settings.size is not None and can_resample():
-        memory = memory_of(image) if memory is None else memory
-        pixels = None if memory is None else _resampled(memory, orientation, original, scale, settings)
+        visible = memory if image is None else memory_of(image)
+        pixels = None if visible is None else _resampled(visible, orientation, original, scale, settings)
         if pixels is not None:
             return pixels, (height, width), notes
+    if image is None:
+        assert memory is not None  # one of the two; not a user's data
+        image = picture_on(memory, opened.mode)
     if scale > 1:
         # The last row and column may reach beyond the picture; the box does not.
         box = (0, 0, original[1] / scale, original[0] / scale)
