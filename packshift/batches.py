@@ -18,6 +18,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, overload
 
 import torch
+from numpy.typing import NDArray
 from torch.multiprocessing import get_sharing_strategy
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
@@ -93,6 +94,9 @@ class InlineTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own switch; typed as a method
 
+    memory: NDArray[Any]
+    """What this is a tensor over, where `inline` has made it."""
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: Any = self.as_subclass(torch.Tensor)
         return plain.__reduce_ex__(protocol)
@@ -101,7 +105,17 @@ class InlineTensor(torch.Tensor):
         return self.as_subclass(torch.Tensor).clone()
 
 
+def inline(memory: NDArray[Any]) -> InlineTensor:
+    """A tensor over a flat array, sent without an operation of torch."""
+    tensor = torch.from_numpy(memory).as_subclass(InlineTensor)
+    tensor.memory = memory
+    return tensor
+
+
 def _reduce_inline(tensor: torch.Tensor) -> tuple[Any, ...]:
+    memory = getattr(tensor, "memory", None)
+    if memory is not None and (memory.ctypes.data, memory.shape) == (tensor.data_ptr(), tuple(tensor.shape)):
+        return _rebuild_flat, (bytearray(bytes_of(memory)), tensor.dtype)
     plain = tensor.as_subclass(torch.Tensor)
     if plain.dim() == 1 and plain.is_contiguous():
         return _rebuild_flat, (bytearray(bytes_of(plain.view(torch.uint8).numpy())), plain.dtype)

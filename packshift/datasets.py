@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, get_worker_info
 
-from packshift.batches import Batch, BatchSample, InlineTensor, place_for
+from packshift.batches import Batch, BatchSample, inline, place_for
 from packshift.errors import ImageError, NotAStoreError
 from packshift.gathering import gather
 from packshift.options import Options
@@ -203,9 +203,9 @@ class StoreDataset(PictureDataset):
         place = place_for((len(positions), *self._shape), torch.uint8)
         self._store.read_ahead(positions)
         gather(rows, positions, place.tensor.view(len(positions), -1))
-        labels = torch.from_numpy(self.targets[positions])
+        labels = self.targets[positions]
         images = place.finish(place.tensor.permute(0, 3, 1, 2))
-        return Batch(images, labels if get_worker_info() is None else labels.as_subclass(InlineTensor))
+        return Batch(images, torch.from_numpy(labels) if get_worker_info() is None else inline(labels))
 
     @property
     def _rows(self) -> torch.Tensor | None:

@@ -55,6 +55,10 @@ _CLOSING = 32
 _STATES = 64
 _FREE, _SENT = 0, 1
 _SWEEP_SECONDS = 1.0
+_SENDER = "QueueFeederThread"  # multiprocessing.queues
+_PATIENCE_SECONDS = (
+    0.5  # references to slots are sent at once; batches of other kinds may wait for a reader that is gone
+)
 
 
 class SlotTensor(torch.Tensor):
@@ -100,6 +104,7 @@ class SlotRing:
         self._end = _CONTROL
         with open(f"/proc/{os.getpid()}/fd/{self.fd}", "rb"):
             pass  # what the parent is going to do; where it cannot be done, say so now
+        util.Finalize(None, _wait_for_senders, exitpriority=110)
         util.Finalize(None, self.release_free_slots, exitpriority=100)
 
     def take(self, nbytes: int) -> tuple[_Slot, NDArray[np.uint8]] | None:
@@ -162,6 +167,19 @@ class SlotRing:
     def nbytes(self) -> int:
         """Bytes of shared memory in all slots."""
         return sum(slot.window.capacity for slot in self._slots)
+
+
+def _wait_for_senders() -> None:
+    """Let the threads that send from this worker end, if they do so soon.
+
+    DataLoader does not wait for them. In a process that was started afresh (spawn) Python then stops such a thread where it
+    next asks for the interpreter lock. If that is while a tensor dies (`THPVariable_clear` of torch gives the lock back in
+    between), C++ ends the process: "terminate called without an active exception", seen at one end of a worker in a
+    hundred.
+    """
+    for thread in threading.enumerate():
+        if thread.name == _SENDER:
+            thread.join(_PATIENCE_SECONDS)
 
 
 def _leave(slot: _Slot) -> None:

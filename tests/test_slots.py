@@ -7,12 +7,14 @@ import copy
 import errno
 import gc
 import itertools
+import multiprocessing
 import os
 import pickle
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -528,3 +530,43 @@ def test_a_message_from_a_worker_that_is_gone_is_a_clear_error() -> None:
         RuntimeError, match=r"shared memory of DataLoader worker 4194304 cannot be opened \(No such file"
     ):
         slots._attach(4194304, 3, b"0" * 16)
+
+
+def end_while_sending(path: str, own_name: str) -> None:
+    """A worker whose sender is not done when the worker is."""
+
+    def send() -> None:
+        time.sleep(0.2)
+        Path(path).write_text("sent")
+
+    slots._own_ring()
+    threading.Thread(target=send, name=own_name, daemon=True).start()
+
+
+@pytest.mark.parametrize(("name", "sent"), [(slots._SENDER, True), ("another", False)])
+def test_a_worker_waits_for_what_it_sends(tmp_path: Path, name: str, sent: bool) -> None:
+    worker = multiprocessing.get_context("fork").Process(target=end_while_sending, args=(str(tmp_path / "sent"), name))
+    worker.start()
+    worker.join(30)
+    assert worker.exitcode == 0
+    assert (tmp_path / "sent").exists() == sent
+
+
+def test_the_sender_is_known_by_its_name() -> None:
+    queue: multiprocessing.Queue = multiprocessing.get_context("fork").Queue()
+    queue.put(1)
+    assert slots._SENDER in [thread.name for thread in threading.enumerate()]
+    assert queue.get() == 1
+    queue.close()
+    queue.join_thread()
+
+
+def test_a_sender_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "_PATIENCE_SECONDS", 0.05)
+    over = threading.Event()
+    sender = threading.Thread(target=over.wait, name=slots._SENDER)
+    sender.start()
+    slots._wait_for_senders()
+    assert sender.is_alive()
+    over.set()
+    sender.join()
