@@ -67,7 +67,7 @@ def resample(
     if pixels.shape != in_memory or not pixels.flags.c_contiguous:
         raise ValueError(f"expected C-contiguous {in_memory}, got {pixels.shape}")
     for side in (height, width):
-        right = 0 <= side.first < side.last <= side.size and side.start < side.stop <= side.length
+        right = 0 <= side.first < side.last <= side.size and 0 <= side.start < side.stop <= side.length
         if not right or max(side.length, side.size) > LONGEST_SIDE:
             raise ValueError(f"cannot resample {side}")
     upright: Pixels = np.empty((height.last - height.first, width.last - width.first, 3), np.uint8)
