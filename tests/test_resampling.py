@@ -200,8 +200,8 @@ def test_a_scaled_side_beyond_32_bits() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"first": -1}, {"first": 9, "last": 9}, {"last": 21}, {"stop": 41.0}, {"stop": 0.0}, {"start": -1.0}, {"size": 70_000},
-        {"size": 2**31 + 5, "first": 7, "last": 9},
+        {"first": -1}, {"first": 9, "last": 9}, {"last": 21}, {"stop": 41.0}, {"stop": 0.0}, {"start": -1.0},
+        {"size": 70_000}, {"size": 2**31 + 5, "first": 7, "last": 9},
     ],
     ids=str,
 )  # fmt: skip
