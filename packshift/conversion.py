@@ -50,6 +50,7 @@ _OTHER_KINDS = "others"
 class Report:
     """What a conversion did.
 
+    `preprocessing` are the settings as the store records them, with which `jobs` processes made it.
     `found` = `written` + len(`skipped`). `carried_on` of them were finished by earlier runs. Sizes are in bytes:
     `source_bytes` of the pictures written, `store_bytes` of the store. `images_per_s` counts pictures of this run over
     `seconds`, scanning and syncing included. `notes` counts pictures by what was done to them beyond the settings,
@@ -59,6 +60,8 @@ class Report:
 
     target: str
     format: str
+    preprocessing: Mapping[str, Any]
+    jobs: int
     found: int
     written: int
     carried_on: int
@@ -164,6 +167,8 @@ def run_plan(
     return Report(
         target=str(plan.target),
         format=plan.format.name,
+        preprocessing=plan.settings.to_json(),
+        jobs=plan.jobs,
         found=len(plan.listing),
         written=len(run.writer),
         carried_on=run.carried_on,

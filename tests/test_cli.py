@@ -169,8 +169,11 @@ class TestConvert:
 
     def test_json(self, pictures: Path, tmp_path: Path) -> None:
         (pictures / "bee" / "bad\udcff.jpg").touch()
-        result = run("convert", pictures, tmp_path / "out.h5", "--json", "--size", 16)
+        result = run("convert", pictures, tmp_path / "out.h5", "--json", "--size", 16, "--jobs", 1)
         report = json.loads(result.stdout)
+        assert report["jobs"] == 1
+        assert report["preprocessing"] == json.loads(run("info", tmp_path / "out.h5", "--json").stdout)["preprocessing"]
+        assert report["preprocessing"]["size"] == [16, 16]
         assert (report["found"], report["written"], report["format"]) == (13, 12, "hdf5")
         assert report["skipped"] == [{"path": "bee/bad\udcff.jpg", "reason": "empty file (0 bytes)"}]
         assert report["classes"] == ["ant", "bee", "cow"]
