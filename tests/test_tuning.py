@@ -528,7 +528,7 @@ class TestRealTrials:
         """test_documents.py runs the README's command in processes of its own, test_bench.py one with spawned workers."""
         monkeypatch.setattr(tuning, "run_trial", measured_here)
         words = ["tune", str(stores_made_once[".lmdb"]), "--max-workers", "1", "--target-batch-size", "4"]
-        words += ["--json", "--start-method", "fork", "--step-ms", "20"]
+        words += ["--json", "--start-method", "fork", "--step-ms", "1"]
         result = CliRunner().invoke(cli.main, words)
         assert result.exit_code == 0, result.output
         found = json.loads(result.stdout)
