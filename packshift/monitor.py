@@ -191,7 +191,7 @@ class MemoryMonitor:
             self._sample()  # here, so that what is loaded at first use is not loaded by the thread
             thread = threading.Thread(target=self._run, name="packshift-memory", daemon=True)
             thread.start()
-        except Exception as error:  # noqa: BLE001  # kept for the report: training goes on without
+        except Exception as error:  # noqa: BLE001  # kept for the report and shown there: a monitor must not stop the training it looks at
             self._error = _text_of(error)
         else:
             self._thread = thread
@@ -280,7 +280,7 @@ class MemoryMonitor:
                     self._next_line += self._every
                     self._say_from_thread(self.line())
             self._sample()
-        except Exception as error:  # noqa: BLE001  # kept for the report: it must not reach training
+        except Exception as error:  # noqa: BLE001  # kept for the report and shown there: in a thread it would reach nobody
             self._error = _text_of(error)
         self._ended = time.monotonic()
 
@@ -342,7 +342,7 @@ class MemoryMonitor:
                 os.write(2, f"packshift: {line}\n".encode(errors="backslashreplace"))
             else:
                 self._log(line)
-        except Exception as error:  # noqa: BLE001  # kept for the report: it must not end training
+        except Exception as error:  # noqa: BLE001  # the user's log function may raise anything: kept for the report, not raised in training
             self._error = f"log failed: {_text_of(error)}"
 
 

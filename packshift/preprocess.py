@@ -45,7 +45,7 @@ NOTES = {
 """What can happen to a picture beyond the settings: key -> words for the report, which adds how many there were."""
 
 _ORIENTATION = 0x0112
-_TURNS = {
+_TURNS: Mapping[object, str] = {
     2: "FLIP_LEFT_RIGHT",
     3: "ROTATE_180",
     4: "FLIP_TOP_BOTTOM",
@@ -379,7 +379,7 @@ def _scaled_decoding(
 def _upright(image: Picture, orientation: object) -> Picture:
     from PIL.Image import Transpose
 
-    turn = _TURNS.get(orientation)  # type: ignore[call-overload]  # what EXIF says can be of any type
+    turn = _TURNS.get(orientation)
     return image if turn is None else image.transpose(Transpose[turn])
 
 

@@ -589,4 +589,6 @@ class TestRealTrials:
         assert eight - one > (7 - 2) * 0.9 * 8 * 2 * MB
         assert ended[0].result is not None
         assert ended[1].result is not None
+        for each in ended:  # what lies there while the consumer stands still is in the peak, all of it
+            assert (each.peak_bytes or 0) / MB > 0.97 * each.result["total_mb"] > each.result["shm_mb"]
         assert ended[1].result["shm_mb"] - ended[0].result["shm_mb"] == pytest.approx(7 * 8 * 2, rel=0.05)
