@@ -7,11 +7,17 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "_compiling.h"
 
 #ifdef __SSE2__
 #include <emmintrin.h>
+#endif
+
+#if defined(__GNUC__) && (defined(__clang__) || __GNUC__ >= 12)
+#define SHUFFLES
+typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #endif
 
 #define BITS 22 /* weights are multiples of 2^-22: PRECISION_BITS of Resample.c */
@@ -97,7 +103,15 @@ INLINE void mix(
     } else {
         for (size_t i = 0; i < n; i++)
             sums[i] = HALF + w0 * line[i] + w1 * line[stride + i] + w2 * line[2 * stride + i];
-        for (size_t number = 3; number < count - 1; number++)
+        size_t number = 3;
+        for (; number + 4 < count; number += 4) {
+            const uint8_t *restrict next = line + number * stride;
+            w0 = weight[number], w1 = weight[number + 1], w2 = weight[number + 2];
+            int32_t w3 = weight[number + 3];
+            for (size_t i = 0; i < n; i++)
+                sums[i] += w0 * next[i] + w1 * next[stride + i] + w2 * next[2 * stride + i] + w3 * next[3 * stride + i];
+        }
+        for (; number < count - 1; number++)
             for (size_t i = 0; i < n; i++)
                 sums[i] += weight[number] * line[number * stride + i];
         const uint8_t *restrict last = line + (count - 1) * stride;
@@ -139,66 +153,127 @@ INLINE void turn(
             out[x * out_stride + y] = in[y * in_stride + x];
 }
 
-/* Scale the width of `rows` rows. Scratch: `turned` columns->used * BLOCK pixels, `scaled` columns->size * BLOCK, and
-   `sums` 4 * BLOCK numbers. */
+/* Leave out the fourth channel. */
+INLINE void pack(const uint8_t *restrict in, size_t pixels, uint8_t *restrict out)
+{
+    size_t place = 0;
+#ifdef SHUFFLES
+    for (; place + 6 <= pixels; place += 4) { /* writes 16 bytes, of which 12 count */
+        bytes16 held;
+        memcpy(&held, in + 4 * place, 16);
+        held = __builtin_shufflevector(held, held, 0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, 3, 7, 11, 15);
+        memcpy(out + 3 * place, &held, 16);
+    }
+#endif
+    for (; place < pixels; place++)
+        for (size_t channel = 0; channel < 3; channel++)
+            out[3 * place + channel] = in[4 * place + channel];
+}
+
+/* Scratch for `across`: `turned` columns->used * BLOCK pixels, `scaled` and `flat` columns->size * BLOCK; for `mix`: `sums`. */
+struct scratch {
+    uint32_t *turned, *scaled, *flat;
+    int32_t *sums;
+};
+
+/* Scale the width of up to BLOCK rows, to lines of `bytes` (3 or 4) per pixel. */
 INLINE void across(
-    const uint32_t *in, size_t in_stride, size_t rows, const struct weights *columns, uint32_t *turned,
-    uint32_t *scaled, int32_t *sums, uint32_t *out)
+    const uint32_t *in, size_t in_stride, size_t rows, const struct weights *columns, const struct scratch *scratch,
+    size_t bytes, uint8_t *out)
 {
     size_t width = columns->size;
-    for (size_t top = 0; top < rows; top += BLOCK) {
-        size_t height = rows - top < BLOCK ? rows - top : BLOCK;
-        turn(in + top * in_stride, in_stride, height, columns->used, turned, BLOCK);
-        for (size_t x = 0; x < width; x++)
-            mix((const uint8_t *)(turned + (size_t)columns->firsts[x] * BLOCK), 4 * BLOCK,
-                columns->table + x * columns->most, (size_t)columns->counts[x], 4 * BLOCK, sums,
-                (uint8_t *)(scaled + x * BLOCK));
-        turn(scaled, BLOCK, width, height, out + top * width, width);
+    turn(in, in_stride, rows, columns->used, scratch->turned, BLOCK);
+    for (size_t x = 0; x < width; x++)
+        mix((const uint8_t *)(scratch->turned + (size_t)columns->firsts[x] * BLOCK), 4 * BLOCK,
+            columns->table + x * columns->most, (size_t)columns->counts[x], 4 * BLOCK, scratch->sums,
+            (uint8_t *)(scratch->scaled + x * BLOCK));
+    turn(scratch->scaled, BLOCK, width, rows, bytes == 4 ? (uint32_t *)out : scratch->flat, width);
+    for (size_t row = 0; bytes == 3 && row < rows; row++)
+        pack((const uint8_t *)(scratch->flat + row * width), width, out + 3 * row * width);
+}
+
+/* One line from several of `n` bytes that lie one behind the other. */
+INLINE void down(const uint8_t *in, size_t n, const struct weights *rows, size_t row, int32_t *sums, uint8_t *out)
+{
+    mix(in, n, rows->table + row * rows->most, (size_t)rows->counts[row], n, sums, out);
+}
+
+/* Lines of the picture that wait between the passes, `capacity` of `n` bytes: from `first` up to, without it, `end`. */
+struct window {
+    uint8_t *lines;
+    size_t n, capacity, first, end;
+};
+
+/* Scale, widths first, to `out` of `bytes` per pixel. Few lines are kept in between, so they stay in the processor's cache. */
+INLINE void widths_first(
+    const uint32_t *in, size_t in_stride, const struct weights *rows, const struct weights *columns,
+    const struct scratch *scratch, struct window *window, size_t bytes, uint8_t *out)
+{
+    int upwards = rows->firsts[0] > rows->firsts[rows->size - 1];
+    for (size_t number = 0; number < rows->size; number++) {
+        size_t row = upwards ? rows->size - 1 - number : number;
+        size_t first = (size_t)rows->firsts[row];
+        while (window->end < first + (size_t)rows->counts[row]) {
+            if (window->end - window->first + BLOCK > window->capacity) {
+                memmove(window->lines, window->lines + (first - window->first) * window->n, (window->end - first) * window->n);
+                window->first = first;
+            }
+            size_t height = rows->used - window->end < BLOCK ? rows->used - window->end : BLOCK;
+            uint8_t *lines = window->lines + (window->end - window->first) * window->n;
+            across(in + window->end * in_stride, in_stride, height, columns, scratch, bytes, lines);
+            window->end += height;
+        }
+        down(window->lines + (first - window->first) * window->n, window->n, rows, row, scratch->sums, out + row * window->n);
     }
 }
 
-/* Scale the height of lines of `n` bytes. */
-INLINE void down(
-    const uint8_t *in, size_t in_stride, size_t n, const struct weights *rows, int32_t *sums, uint8_t *out)
+/* The same, heights first, to four bytes per pixel; `lines` has room for BLOCK lines. */
+INLINE void heights_first(
+    const uint32_t *in, size_t in_stride, const struct weights *rows, const struct weights *columns,
+    const struct scratch *scratch, uint32_t *lines, uint32_t *out)
 {
-    for (size_t y = 0; y < rows->size; y++)
-        mix(in + (size_t)rows->firsts[y] * in_stride, in_stride, rows->table + y * rows->most, (size_t)rows->counts[y], n, sums,
-            out + y * n);
+    size_t used = columns->used;
+    for (size_t top = 0; top < rows->size; top += BLOCK) {
+        size_t height = rows->size - top < BLOCK ? rows->size - top : BLOCK;
+        for (size_t row = top; row < top + height; row++)
+            mix((const uint8_t *)(in + (size_t)rows->firsts[row] * in_stride), 4 * in_stride, rows->table + row * rows->most,
+                (size_t)rows->counts[row], 4 * used, scratch->sums, (uint8_t *)(lines + (row - top) * used));
+        across(lines, used, height, columns, scratch, 4, (uint8_t *)(out + top * columns->size));
+    }
 }
-
-static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 
 /* Scale, heights or widths first, leave out the fourth channel, and, if `sideways`, exchange rows and columns. */
 FOR_EACH_PROCESSOR static int scale(
     const uint32_t *picture, size_t width, const struct weights *rows, const struct weights *columns,
-    int heights_first, int sideways, uint8_t *restrict out)
+    int begin_with_heights, int sideways, uint8_t *restrict out)
 {
-    size_t wanted = rows->size * columns->size;
-    size_t between_pixels = heights_first ? rows->size * columns->used : rows->used * columns->size;
-    size_t turned_pixels = columns->used * BLOCK, scaled_pixels = columns->size * BLOCK;
-    size_t sums_numbers = 4 * larger(BLOCK, larger(columns->used, columns->size));
-    between_pixels = larger(between_pixels, wanted); /* where the result is turned, too */
+    size_t bytes = sideways ? 4 : 3, block = columns->size * BLOCK;
+    size_t wanted = sideways ? rows->size * columns->size : 0;
+    size_t lines = begin_with_heights ? BLOCK : rows->most + 4 * BLOCK; /* each line but every BLOCK-th is moved once at most */
+    size_t line = begin_with_heights ? columns->used : columns->size;
+    size_t turned = columns->used * BLOCK, sums = 4 * (line > BLOCK ? line : BLOCK);
 
-    uint32_t *small = malloc((wanted + between_pixels + turned_pixels + scaled_pixels + sums_numbers) * 4);
-    if (!small)
+    uint32_t *memory = malloc((turned + 2 * block + sums + lines * line + 2 * wanted) * 4);
+    if (!memory)
         return 0;
-    uint32_t *between = small + wanted, *turned = between + between_pixels, *scaled = turned + turned_pixels;
-    int32_t *sums = (int32_t *)(scaled + scaled_pixels);
+    struct scratch scratch = {memory, memory + turned, memory + turned + block, (int32_t *)(memory + turned + 2 * block)};
+    uint32_t *between = memory + turned + 2 * block + sums, *lying = between + lines * line, *upright = lying + wanted;
+    uint8_t *result = sideways ? (uint8_t *)lying : out;
     const uint32_t *in = picture + rows->start * width + columns->start;
-    if (heights_first) {
-        down((const uint8_t *)in, 4 * width, 4 * columns->used, rows, sums, (uint8_t *)between);
-        across(between, columns->used, rows->size, columns, turned, scaled, sums, small);
+    if (begin_with_heights) {
+        heights_first(in, width, rows, columns, &scratch, between, lying);
     } else {
-        across(in, width, rows->used, columns, turned, scaled, sums, between);
-        down((const uint8_t *)between, 4 * columns->size, 4 * columns->size, rows, sums, (uint8_t *)small);
+        struct window window = {(uint8_t *)between, bytes * columns->size, lines, 0, 0};
+        if (sideways)
+            widths_first(in, width, rows, columns, &scratch, &window, 4, result);
+        else
+            widths_first(in, width, rows, columns, &scratch, &window, 3, result);
     }
-    if (sideways)
-        turn(small, columns->size, rows->size, columns->size, between, rows->size);
-    const uint8_t *restrict pixels = (const uint8_t *)(sideways ? between : small);
-    for (size_t place = 0; place < wanted; place++)
-        for (size_t channel = 0; channel < 3; channel++)
-            out[3 * place + channel] = pixels[4 * place + channel];
-    free(small);
+    if (sideways) {
+        turn(lying, columns->size, rows->size, columns->size, upright, rows->size);
+        pack((const uint8_t *)upright, wanted, out);
+    }
+    free(memory);
     return 1;
 }
 
