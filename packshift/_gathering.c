@@ -5,6 +5,8 @@
    (benchmarks/read_speed.py). */
 
 #include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -19,6 +21,7 @@ PUBLIC const int32_t packshift_interface = INTERFACE;
 
 #define TOGETHER 6 /* 4 and 8 rows were slower */
 #define STEP 128   /* bytes of each row in turn */
+#define PIECE (1 << 20) /* bytes that one who takes part copies at a time, about: 0.1 ms */
 #define MOST_THREADS 8
 #define LINE 64    /* of cache: one that is written around it in two parts is slower than not around it */
 
@@ -71,54 +74,60 @@ INLINE void copy(const uint8_t *const *rows, size_t count, size_t n, uint8_t *ou
     }
 }
 
-/* A part of a batch, for one thread. */
-struct part {
+/* A batch, copied in pieces of some rows by everybody who takes part. `progress` is shared by them: how many rows have been
+   begun, and how many are there. */
+struct work {
     const uint8_t *first;
-    size_t stride, n, count;
+    size_t stride, n, count, piece;
     const int64_t *positions;
     uint8_t *out;
+    _Atomic int64_t *progress;
 };
 
-static void *copy_part(void *argument)
+static void *copy_pieces(void *argument)
 {
-    const struct part *part = argument;
-    for (size_t place = 0; place < part->count; place += TOGETHER) {
-        size_t together = part->count - place < TOGETHER ? part->count - place : TOGETHER;
-        const uint8_t *rows[TOGETHER];
-        for (size_t row = 0; row < together; row++)
-            rows[row] = part->first + (size_t)part->positions[place + row] * part->stride;
-        copy(rows, together, part->n, part->out + place * part->n);
-    }
+    const struct work *work = argument;
+    for (;;) {
+        size_t begin = (size_t)atomic_fetch_add(&work->progress[0], (int64_t)work->piece);
+        if (begin >= work->count)
+            return NULL;
+        size_t end = work->count - begin < work->piece ? work->count : begin + work->piece;
+        for (size_t place = begin; place < end; place += TOGETHER) {
+            size_t together = end - place < TOGETHER ? end - place : TOGETHER;
+            const uint8_t *rows[TOGETHER];
+            for (size_t row = 0; row < together; row++)
+                rows[row] = work->first + (size_t)work->positions[place + row] * work->stride;
+            copy(rows, together, work->n, work->out + place * work->n);
+        }
 #ifdef __SSE2__
-    _mm_sfence(); /* before anybody is told that the rows are there */
+        _mm_sfence(); /* before anybody is told that the rows are there */
 #endif
-    return NULL;
+        atomic_fetch_add(&work->progress[1], (int64_t)(end - begin));
+    }
 }
 
 /* Row i of `out`, rows of `n` bytes, is the one that begins `positions[i]` times `stride` bytes after `first`. Gives 0, and
-   copies nothing, where a position is not one of `length`. The threads, at most MOST_THREADS and the caller's among them, live
-   as long as the call, so that a process can be forked between two. */
+   copies nothing, where a position is not one of `length`; else it comes back when all rows are there. Whoever calls it with
+   the same arguments meanwhile takes a part of the work; `progress`, two numbers, is 0 before the first call. The threads, at
+   most MOST_THREADS and the caller's among them, live as long as the call, so that a process can be forked between two. */
 PUBLIC int32_t gather(
     const uint8_t *first, int64_t length, size_t stride, size_t n, const int64_t *positions, size_t count, uint8_t *out,
-    size_t threads)
+    size_t threads, _Atomic int64_t *progress)
 {
     for (size_t place = 0; place < count; place++)
         if (positions[place] < 0 || positions[place] >= length)
             return 0;
+    size_t piece = n < PIECE / TOGETHER ? PIECE / TOGETHER / (n ? n : 1) * TOGETHER : TOGETHER;
+    struct work work = {first, stride, n, count, piece, positions, out, progress};
     pthread_t started[MOST_THREADS];
-    struct part parts[MOST_THREADS];
+    size_t running = 0;
     threads = threads > MOST_THREADS ? MOST_THREADS : threads;
-    size_t share = threads > 1 ? count / threads / TOGETHER * TOGETHER : 0, running = 0;
-    for (; share > 0 && running + 1 < threads; running++) {
-        size_t done = running * share;
-        parts[running] = (struct part){first, stride, n, share, positions + done, out + done * n};
-        if (pthread_create(&started[running], NULL, copy_part, &parts[running]) != 0)
-            break; /* what it would have done is done below */
-    }
-    size_t done = running * share;
-    struct part rest = {first, stride, n, count - done, positions + done, out + done * n};
-    copy_part(&rest);
+    while (running + 1 < threads && pthread_create(&started[running], NULL, copy_pieces, &work) == 0)
+        running++; /* what one would have done that cannot be started is done by the others */
+    copy_pieces(&work);
     while (running > 0)
         pthread_join(started[--running], NULL);
+    while ((size_t)atomic_load(&progress[1]) < count)
+        sched_yield(); /* until another caller has finished its last piece */
     return 1;
 }

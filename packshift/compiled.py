@@ -11,7 +11,7 @@ from ctypes import POINTER, c_double, c_int32, c_int64, c_size_t, c_void_p
 from functools import cache
 from importlib.util import find_spec
 
-_INTERFACE = 2
+_INTERFACE = 3
 """`packshift_interface` of _compiling.h: changes with every structure and list of arguments."""
 
 
@@ -40,6 +40,6 @@ def compiled() -> ctypes.CDLL | None:
     if interface != _INTERFACE:
         return None
     library.resample.argtypes = [c_void_p, POINTER(SideStruct), POINTER(SideStruct), c_int32, c_int32, c_void_p]
-    library.gather.argtypes = [c_void_p, c_int64, c_size_t, c_size_t, c_void_p, c_size_t, c_void_p, c_size_t]
+    library.gather.argtypes = [c_void_p, c_int64, *[c_size_t] * 2, c_void_p, c_size_t, c_void_p, c_size_t, c_void_p]
     library.resample.restype = library.gather.restype = c_int32
     return library

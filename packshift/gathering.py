@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -12,14 +17,46 @@ _WORTH_A_THREAD = 2 << 20
 """Bytes: about 0.2 ms of copying, where starting a thread takes 0.02."""
 
 
+class Gathering:
+    """One batch being gathered; several threads can take part in it."""
+
+    def __init__(self, rows: torch.Tensor, positions: NDArray[np.int64], out: torch.Tensor) -> None:
+        self._kept = rows, positions, out
+        self._progress = (ctypes.c_int64 * 2)()
+        self._from = rows.data_ptr(), len(rows), rows.stride(0), rows.shape[1]
+        self._to = positions.ctypes.data, len(positions), out.data_ptr()
+
+    def take_part(self, threads: int = 1) -> bool:
+        """Copy what nobody has begun to copy; comes back when every row is there. False: a position is out of range."""
+        library = compiled()
+        assert library is not None  # `gather` has asked; not a user's data
+        return bool(library.gather(*self._from, *self._to, threads, self._progress))
+
+
+class _Here(threading.local):
+    show: Callable[[Gathering], None] | None = None
+
+
+_here = _Here()
+
+
+@contextmanager
+def shown_to(show: Callable[[Gathering], None]) -> Iterator[None]:
+    """Tell of what this thread gathers meanwhile before it begins, so that other threads can take part."""
+    _here.show = show
+    try:
+        yield
+    finally:
+        _here.show = None
+
+
 def gather(rows: torch.Tensor, positions: NDArray[np.int64], out: torch.Tensor) -> None:
     """Copy `rows[positions]` into `out`, on as many threads as torch uses for an operation here, where they are worth it.
 
     `rows` is (N, bytes) uint8, each row in one piece; `positions` (B,), from 0 to N - 1, else IndexError; `out` (B, bytes)
     uint8, in one piece.
     """
-    library = compiled()
-    if library is None:
+    if compiled() is None:
         dtype = _widest(rows, out)
         torch.index_select(rows.view(dtype), 0, torch.from_numpy(positions), out=out.view(dtype))
         return
@@ -27,11 +64,10 @@ def gather(rows: torch.Tensor, positions: NDArray[np.int64], out: torch.Tensor) 
     count, nbytes = len(positions), rows.shape[1]
     if out.shape != (count, nbytes) or not out.is_contiguous() or rows.stride(1) != 1 or rows.stride(0) < nbytes:
         raise ValueError(f"expected rows in one piece and room for {count} of {nbytes} bytes, got {tuple(out.shape)}")
-    if not library.gather(
-        *(rows.data_ptr(), len(rows), rows.stride(0), nbytes),
-        *(positions.ctypes.data, count, out.data_ptr()),
-        min(torch.get_num_threads(), count * nbytes // _WORTH_A_THREAD),
-    ):
+    gathering = Gathering(rows, positions, out)
+    if _here.show is not None:
+        _here.show(gathering)
+    if not gathering.take_part(min(torch.get_num_threads(), count * nbytes // _WORTH_A_THREAD)):
         raise IndexError(f"expected positions from 0 to {len(rows) - 1}, got {positions.min()} to {positions.max()}")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor, wait
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from packshift import gathering
 from packshift.compiled import compiled
-from packshift.gathering import gather
+from packshift.gathering import Gathering, gather, shown_to
 
 
 @pytest.fixture(params=["C", "torch"])
@@ -68,3 +70,54 @@ def test_another_room(shape: tuple[int, int]) -> None:
         pytest.skip("packshift was installed where there is no C compiler; torch makes room itself")
     with pytest.raises(ValueError, match="room for 3 of 100 bytes"):
         gather(table(9, 100), np.arange(3), torch.empty(shape, dtype=torch.uint8))
+
+
+@pytest.fixture
+def shared() -> tuple[Gathering, torch.Tensor, torch.Tensor]:
+    """A batch of several pieces, what it will hold, and where."""
+    if compiled() is None:
+        pytest.skip("packshift was installed where there is no C compiler; torch shares nothing")
+    rows, positions = table(50, 12_288), np.random.default_rng(0).integers(0, 50, 300)
+    out = torch.zeros((300, 12_288), dtype=torch.uint8)
+    return Gathering(rows, positions, out), rows[torch.from_numpy(positions)], out
+
+
+def test_several_threads_take_part(shared: tuple[Gathering, torch.Tensor, torch.Tensor]) -> None:
+    gathering, expected, out = shared
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(gathering.take_part) for _ in range(4)]:
+            assert done.result()
+    assert torch.equal(out, expected)
+    assert gathering._progress[1] == 300  # each row once
+    out.zero_()
+    assert gathering.take_part()
+    assert not out.any()  # nothing is left to do
+
+
+def test_what_somebody_else_has_begun_is_left_to_him(shared: tuple[Gathering, torch.Tensor, torch.Tensor]) -> None:
+    gathering, expected, out = shared
+    gathering._progress[:] = [100, 100]
+    assert gathering.take_part()
+    assert not out[:100].any()
+    assert torch.equal(out[100:], expected[100:])
+
+
+def test_comes_back_when_all_rows_are_there(shared: tuple[Gathering, torch.Tensor, torch.Tensor]) -> None:
+    gathering, _, _ = shared
+    gathering._progress[:] = [100, 0]  # somebody copies the first 100 rows
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(gathering.take_part)
+        assert wait([done], timeout=0.05).not_done
+        gathering._progress[1] += 100
+        assert done.result(timeout=60)
+
+
+def test_is_shown_before_it_begins() -> None:
+    if compiled() is None:
+        pytest.skip("packshift was installed where there is no C compiler; torch shares nothing")
+    rows, out = table(9, 100), torch.zeros((3, 100), dtype=torch.uint8)
+    seen = []
+    with shown_to(lambda gathering: seen.append((gathering, bool(out.any())))):
+        gather(rows, np.arange(3), out)
+    gather(rows, np.arange(3), out)
+    assert [begun for _, begun in seen] == [False]

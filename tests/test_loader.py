@@ -13,7 +13,10 @@ from helpers import make_folder, make_records, write_store
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
 from packshift import ImageFolderDataset, Loader, buffers, open_dataset
+from packshift import loader as loader_module
+from packshift.compiled import compiled
 from packshift.errors import UsageError
+from packshift.gathering import Gathering
 from packshift.transforms import Compose, RandomCrop, RandomHorizontalFlip, ToFloat
 
 COUNT = 103
@@ -175,6 +178,26 @@ class TestThreads:
             break
         gc.collect()
         assert loader_threads() == 0
+
+    @pytest.mark.skipif(compiled() is None, reason="packshift was installed where there is no C compiler")
+    def test_a_loop_that_waits_takes_part(self, dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+        taken_part = threading.Event()
+        in_thread = []
+        original = Gathering.take_part
+
+        def take_part(gathering: Gathering, threads: int = 1) -> bool:
+            if threading.current_thread() is not threading.main_thread():
+                in_thread.append(gathering)
+                taken_part.wait(5)
+            elif gathering in in_thread:
+                taken_part.set()
+            return original(gathering, threads)
+
+        monkeypatch.setattr(Gathering, "take_part", take_part)
+        monkeypatch.setattr(loader_module, "usable_cpus", lambda: 2)
+        monkeypatch.setattr(loader_module, "_MOMENT", 60)
+        assert indices_of(iter([next(iter(Loader(dataset, 10)))])) == list(range(10))
+        assert taken_part.is_set()
 
     def test_torch_keeps_its_number_of_threads(self, dataset: Dataset) -> None:
         before = torch.get_num_threads()
