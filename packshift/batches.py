@@ -17,6 +17,7 @@ from math import prod
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, overload
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.multiprocessing import get_sharing_strategy
@@ -25,7 +26,7 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from packshift.buffers import shared_pool
 from packshift.record import bytes_of
-from packshift.slots import take_slot
+from packshift.slots import SlotTensor, rebuild, reference_to, take_slot
 
 
 class BatchSample(tuple[torch.Tensor, int]):
@@ -69,7 +70,8 @@ class Batch(Sequence[BatchSample]):
 def _collate_samples(batch: Sequence[Any], *, collate_fn_map: Any = None) -> list[Any]:
     """`default_collate` for a whole `Batch`, which is finished, and for other samples of ours, stacked part by part."""
     if isinstance(batch, Batch):
-        return [batch.images, batch.labels]
+        parts = [batch.images, batch.labels]
+        return SentParts(parts) if type(parts[0]) is SlotTensor and type(parts[1]) is InlineTensor else parts
     return [_collate_part(part, collate_fn_map) for part in zip(*batch, strict=True)]
 
 
@@ -97,6 +99,14 @@ class InlineTensor(torch.Tensor):
     memory: NDArray[Any]
     """What this is a tensor over, where `inline` has made it."""
 
+    @property
+    def memory_as_made(self) -> NDArray[Any] | None:
+        """`memory`, where this is a tensor over all of it as `inline` has made it."""
+        memory: NDArray[Any] | None = getattr(self, "memory", None)
+        if memory is None or (memory.ctypes.data, memory.shape) != (self.data_ptr(), tuple(self.shape)):
+            return None
+        return memory
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: Any = self.as_subclass(torch.Tensor)
         return plain.__reduce_ex__(protocol)
@@ -112,9 +122,9 @@ def inline(memory: NDArray[Any]) -> InlineTensor:
     return tensor
 
 
-def _reduce_inline(tensor: torch.Tensor) -> tuple[Any, ...]:
-    memory = getattr(tensor, "memory", None)
-    if memory is not None and (memory.ctypes.data, memory.shape) == (tensor.data_ptr(), tuple(tensor.shape)):
+def _reduce_inline(tensor: InlineTensor) -> tuple[Any, ...]:
+    memory = tensor.memory_as_made
+    if memory is not None:
         return _rebuild_flat, (bytearray(bytes_of(memory)), tensor.dtype)
     plain = tensor.as_subclass(torch.Tensor)
     if plain.dim() == 1 and plain.is_contiguous():
@@ -141,6 +151,28 @@ def _rebuild_inline(data: bytearray, dtype: torch.dtype, shape: Sequence[int], o
 ForkingPickler.register(InlineTensor, _reduce_inline)
 
 
+class SentParts(list[torch.Tensor]):
+    """`[images, labels]` in a worker: one object in the message to the parent, where it is a list again."""
+
+
+def _reduce_parts(parts: SentParts) -> tuple[Any, ...]:
+    if len(parts) == 2:
+        images, labels = parts
+        memory = labels.memory_as_made if isinstance(labels, InlineTensor) else None
+        if memory is not None and memory.dtype == np.int64 and isinstance(images, SlotTensor):
+            reference = reference_to(images)
+            if reference is not None:
+                return _rebuild_parts, (reference, memory.tobytes())
+    return list, (list(parts),)
+
+
+def _rebuild_parts(reference: tuple[Any, ...], labels: bytes) -> list[torch.Tensor]:
+    return [rebuild(*reference), torch.frombuffer(bytearray(labels), dtype=torch.int64)]
+
+
+ForkingPickler.register(SentParts, _reduce_parts)
+
+
 @dataclass(frozen=True)
 class Place:
     """Memory for a batch: `tensor`, contiguous, to be filled; `finish` makes a view of all of it ready to be returned."""
@@ -150,26 +182,27 @@ class Place:
 
 
 def place_for(shape: tuple[int, ...], dtype: torch.dtype) -> Place:
-    """Memory for a batch where it is going to be used: reused in this process, or shared with a worker's parent.
+    """Memory for a batch of this shape, where `bytes_for` finds it."""
+    place = bytes_for(prod(shape) * dtype.itemsize)
+    return Place(place.tensor.view(dtype).view(shape), place.finish)
+
+
+def bytes_for(nbytes: int) -> Place:
+    """uint8 (nbytes,) for a batch where it is going to be used: reused in this process, or shared with a worker's parent.
 
     In a worker that is a slot (`slots`); where none can be had, torch's shared memory; and where /dev/shm has no room for
     that, ordinary memory whose content is sent through the pipe, with one warning.
     """
-    nbytes = prod(shape) * dtype.itemsize
     if get_worker_info() is None:
-        return Place(_shaped(torch.from_numpy(shared_pool().take(nbytes)), shape, dtype), _as_it_is)
+        return Place(torch.from_numpy(shared_pool().take(nbytes)), _as_it_is)
     taken = take_slot(nbytes)
     if taken is not None:
         array, seal = taken
-        return Place(_shaped(torch.from_numpy(array), shape, dtype), seal)
+        return Place(torch.from_numpy(array), seal)
     shared = _torch_shared_memory(nbytes) if os.path.isdir(_DEV_SHM) else _new_shared(nbytes)
     if shared is not None:
-        return Place(_shaped(shared, shape, dtype), _as_it_is)
-    return Place(torch.empty(shape, dtype=dtype), lambda tensor: tensor.as_subclass(InlineTensor))
-
-
-def _shaped(flat: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return flat.view(dtype).view(shape)
+        return Place(shared, _as_it_is)
+    return Place(torch.empty(nbytes, dtype=torch.uint8), lambda tensor: tensor.as_subclass(InlineTensor))
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

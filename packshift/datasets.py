@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, get_worker_info
 
-from packshift.batches import Batch, BatchSample, inline, place_for
+from packshift.batches import Batch, BatchSample, bytes_for, inline
 from packshift.errors import ImageError, NotAStoreError
 from packshift.gathering import gather
 from packshift.options import Options
@@ -102,9 +102,10 @@ class PictureDataset(Dataset[Item]):
         """`_position` of each index, int64 (B,). All at once where they are plain: one by one costs as much as a gather."""
         positions = np.array(indices)
         plain = positions.dtype.kind in "iu" and positions.ndim == 1
-        if not plain or positions.min() < 0 or positions.max() >= len(self):
-            positions = np.array([self._position(index) for index in indices])
-        return positions.astype(np.int64, copy=False)
+        positions = positions.astype(np.int64, copy=False) if plain else positions
+        if not plain or positions.view(np.uint64).max() >= len(self):  # as unsigned ones, those below 0 are large
+            positions = np.array([self._position(index) for index in indices], np.int64)
+        return positions
 
     def _position(self, index: int) -> int:
         """`index` as 0 .. len - 1; accepts anything that is an integer, negative ones count from the end."""
@@ -200,11 +201,14 @@ class StoreDataset(PictureDataset):
         rows = self._rows
         if rows is None or self._shape is None:
             return None
-        place = place_for((len(positions), *self._shape), torch.uint8)
+        height, width, channels = self._shape
+        nbytes = height * width * channels
+        place = bytes_for(len(positions) * nbytes)
         self._store.read_ahead(positions)
-        gather(rows, positions, place.tensor.view(len(positions), -1))
+        gather(rows, positions, place.tensor)
         labels = self.targets[positions]
-        images = place.finish(place.tensor.permute(0, 3, 1, 2))
+        shape = len(positions), channels, height, width
+        images = place.finish(place.tensor.as_strided(shape, (nbytes, 1, width * channels, channels)))
         return Batch(images, torch.from_numpy(labels) if get_worker_info() is None else inline(labels))
 
     @property

@@ -53,17 +53,18 @@ def shown_to(show: Callable[[Gathering], None]) -> Iterator[None]:
 def gather(rows: torch.Tensor, positions: NDArray[np.int64], out: torch.Tensor) -> None:
     """Copy `rows[positions]` into `out`, on as many threads as torch uses for an operation here, where they are worth it.
 
-    `rows` is (N, bytes) uint8, each row in one piece; `positions` (B,), from 0 to N - 1, else IndexError; `out` (B, bytes)
-    uint8, in one piece.
+    `rows` is (N, bytes) uint8, each row in one piece; `positions` (B,), from 0 to N - 1, else IndexError; `out` uint8 of
+    B * bytes, in one piece.
     """
+    count, nbytes = len(positions), rows.shape[1]
+    if out.numel() != count * nbytes or not out.is_contiguous() or rows.stride(1) != 1 or rows.stride(0) < nbytes:
+        raise ValueError(f"expected rows in one piece and room for {count} of {nbytes} bytes, got {tuple(out.shape)}")
     if compiled() is None:
-        dtype = _widest(rows, out)
-        torch.index_select(rows.view(dtype), 0, torch.from_numpy(positions), out=out.view(dtype))
+        table = out.view(count, nbytes)
+        dtype = _widest(rows, table)
+        torch.index_select(rows.view(dtype), 0, torch.from_numpy(positions), out=table.view(dtype))
         return
     positions = np.ascontiguousarray(positions, np.int64)
-    count, nbytes = len(positions), rows.shape[1]
-    if out.shape != (count, nbytes) or not out.is_contiguous() or rows.stride(1) != 1 or rows.stride(0) < nbytes:
-        raise ValueError(f"expected rows in one piece and room for {count} of {nbytes} bytes, got {tuple(out.shape)}")
     gathering = Gathering(rows, positions, out)
     if _here.show is not None:
         _here.show(gathering)

@@ -166,7 +166,10 @@ class _Task:
     def take_part(self) -> bool:
         """Copy a part of the rows that a thread copies for it; False where it copies none."""
         self._has_news.wait(_MOMENT)
-        return any([gathering.take_part() for gathering in list(self._gatherings)])
+        gatherings = list(self._gatherings)
+        for gathering in gatherings:
+            gathering.take_part()
+        return bool(gatherings)
 
 
 def _next_result(waiting: deque[_Task], lend_a_hand: bool) -> Any:

@@ -32,6 +32,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import util
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -87,9 +88,13 @@ class _Slot:
     index: int
     offset: int
     window: Window
-    in_use_here: bool = False
+    array: weakref.ref[NDArray[np.uint8]] | None = None
     has_memory: bool = False
     reference_sent: bool = False
+
+    @property
+    def in_use_here(self) -> bool:
+        return self.array is not None and self.array() is not None
 
 
 class SlotRing:
@@ -113,10 +118,10 @@ class SlotRing:
             return None
         if not slot.has_memory:
             slot.window.take_large_pages()
-        slot.in_use_here, slot.reference_sent, slot.has_memory = True, False, True
-        self._trim()
         array = slot.window.array(nbytes)
-        weakref.finalize(array, _leave, slot).atexit = False
+        slot.array, slot.reference_sent, slot.has_memory = weakref.ref(array), False, True
+        if len(self._slots) > MOST_SPARE:
+            self._trim()
         return slot, array
 
     def _free_slot(self, nbytes: int) -> _Slot | None:
@@ -150,7 +155,7 @@ class SlotRing:
         slot.reference_sent = True
         self._control[_STATES + slot.index] = _SENT
         place = (os.getpid(), self.fd, bytes(self._control[_TOKEN]))
-        kind = (tensor.dtype, tuple(tensor.shape), tensor.stride())
+        kind = (_name_of(tensor.dtype), tuple(tensor.shape), tensor.stride())
         return (*place, slot.index, slot.offset, slot.window.capacity, tensor.nbytes, *kind)
 
     def release_free_slots(self) -> None:
@@ -180,10 +185,6 @@ def _wait_for_senders() -> None:
     for thread in threading.enumerate():
         if thread.name == _SENDER:
             thread.join(_PATIENCE_SECONDS)
-
-
-def _leave(slot: _Slot) -> None:
-    slot.in_use_here = False
 
 
 _ring: SlotRing | None = None
@@ -225,13 +226,24 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def _reduce_slot_tensor(tensor: Any) -> tuple[Any, ...]:
+def _name_of(dtype: torch.dtype) -> str:
+    """Of a dtype in torch; pickled faster than the dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def reference_to(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """In a worker: arguments for `rebuild` in the parent, once for a batch; None where it has to go torch's way."""
     slot = getattr(tensor, "_slot", None)
     ring = _own_ring()
-    if slot is not None and ring is not None and tensor._made_as == _layout(tensor):
-        reference = ring.reference(slot, tensor)
-        if reference is not None:
-            return _rebuild, reference
+    if slot is None or ring is None or getattr(tensor, "_made_as", None) != _layout(tensor):
+        return None
+    return ring.reference(slot, tensor)
+
+
+def _reduce_slot_tensor(tensor: Any) -> tuple[Any, ...]:
+    reference = reference_to(tensor)
+    if reference is not None:
+        return rebuild, reference
     return reduce_tensor(tensor.as_subclass(torch.Tensor))  # type: ignore[no-any-return, no-untyped-call]  # torch has no types here
 
 
@@ -268,6 +280,7 @@ class _Peer:
     control: mmap.mmap
     windows: dict[int, Window] = field(default_factory=dict)
     held: dict[int, list[_ForkWatch]] = field(default_factory=dict)
+    last_words: dict[int, weakref.ref[NDArray[np.uint8]]] = field(default_factory=dict)
     waiting: dict[int, list[_ForkWatch]] = field(default_factory=dict)
 
     def lend(self, index: int, offset: int, capacity: int, nbytes: int) -> torch.Tensor:
@@ -277,7 +290,7 @@ class _Peer:
         # numpy makes a view of a view refer to the first array of the chain. This is it: its death is what we wait for.
         first = self.windows[index].array(nbytes)
         self.held[index] = []
-        weakref.finalize(first, _give_back, self, index, os.getpid()).atexit = False
+        self.last_words[index] = weakref.ref(first, partial(_give_back, self, index, os.getpid()))
         return torch.from_numpy(first)
 
     def free(self, index: int) -> None:
@@ -308,7 +321,7 @@ _peers_lock = threading.Lock()
 _last_sweep = 0.0
 
 
-def _rebuild(
+def rebuild(
     pid: int,
     fd_there: int,
     token: bytes,
@@ -316,7 +329,7 @@ def _rebuild(
     offset: int,
     capacity: int,
     nbytes: int,
-    dtype: torch.dtype,
+    dtype: str,
     shape: tuple[int, ...],
     stride: tuple[int, ...],
 ) -> torch.Tensor:
@@ -326,7 +339,7 @@ def _rebuild(
         if peer is None:
             _sweep()
             peer = _peers[pid, token] = _attach(pid, fd_there, token)
-        return peer.lend(index, offset, capacity, nbytes).view(dtype).as_strided(shape, stride)
+        return peer.lend(index, offset, capacity, nbytes).view(getattr(torch, dtype)).as_strided(shape, stride)
 
 
 def _attach(pid: int, fd_there: int, token: bytes) -> _Peer:
@@ -343,7 +356,7 @@ def _attach(pid: int, fd_there: int, token: bytes) -> _Peer:
     return _Peer(pid, fd_there, fd, mmap.mmap(fd, _CONTROL))
 
 
-def _give_back(peer: _Peer, index: int, owner_pid: int) -> None:
+def _give_back(peer: _Peer, index: int, owner_pid: int, _: object) -> None:
     """The array over a slot has died: nothing in this process sees the slot any more."""
     if os.getpid() != owner_pid:
         return  # a child that inherited the batch; it is the parent's to give back

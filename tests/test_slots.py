@@ -406,6 +406,85 @@ class TestWhatUsersAdd:
                 dataset.__getitems__([0, index])
 
 
+def other_labels(batch: Any) -> Any:
+    parts = default_collate(batch)
+    parts[1] = parts[1] + 1
+    return parts
+
+
+def labels_changed_in_place(batch: Any) -> Any:
+    parts = default_collate(batch)
+    parts[1] += 1
+    return parts
+
+
+def labels_made_shorter(batch: Any) -> Any:
+    parts = default_collate(batch)
+    parts[1].resize_(3)
+    return parts
+
+
+def half_the_labels(batch: Any) -> Any:
+    parts = default_collate(batch)
+    parts[1] = parts[1][::2]
+    return parts
+
+
+def half_the_images(batch: Any) -> Any:
+    parts = default_collate(batch)
+    parts[0] = parts[0][::2]
+    return parts
+
+
+def nothing_but_images(batch: Any) -> Any:
+    parts = default_collate(batch)
+    del parts[1]
+    return parts
+
+
+def the_other_way_round(batch: Any) -> Any:
+    parts = default_collate(batch)
+    parts.reverse()
+    return parts
+
+
+def one_more(batch: Any) -> Any:
+    parts = default_collate(batch)
+    parts.append(len(parts[1]))
+    return parts
+
+
+def the_same_twice(batch: Any) -> Any:
+    parts = default_collate(batch)
+    return [parts, parts]
+
+
+@pytest.mark.parametrize(
+    "collate_fn",
+    [
+        *(default_collate, other_labels, labels_changed_in_place, labels_made_shorter, half_the_labels),
+        *(half_the_images, nothing_but_images, the_other_way_round, one_more, the_same_twice),
+    ],
+)
+def test_what_a_collate_fn_makes_of_the_list(lmdb_dataset: Dataset, collate_fn: Callable[[Any], Any]) -> None:
+    """A batch travels as one object as long as it is as it was made."""
+    sent = list(workers(lmdb_dataset, shuffle=False, collate_fn=collate_fn))
+    here = list(DataLoader(lmdb_dataset, batch_size=16, collate_fn=collate_fn))
+    for theirs, ours in zip(sent, here, strict=True):
+        assert type(theirs) is list
+        assert flat_lists(theirs) == flat_lists(ours)
+
+
+def flat_lists(parts: Any) -> Any:
+    """Tensors as lists, so that `==` compares them."""
+    if isinstance(parts, list):
+        return [flat_lists(part) for part in parts]
+    if isinstance(parts, torch.Tensor):
+        assert type(parts) is torch.Tensor
+        return parts.dtype, parts.tolist()
+    return parts
+
+
 class TestOtherWays:
     def test_beyond_the_slots(self, lmdb_dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(slots, "MOST_SLOTS", 1)
