@@ -27,7 +27,7 @@ from packshift.errors import UsageError
 from packshift.isolation import LOADERS, Ended, Trial, trial_process
 from packshift.machine import usable_cpus
 from packshift.machine_facts import describe_machine
-from packshift.preprocess import parse_size
+from packshift.settings import parse_size
 from packshift.stores import format_names
 
 _START_TIMEOUT = 120.0  # seconds beyond what is measured: imports, starting workers, a slow disk

@@ -67,7 +67,7 @@ def estimate_command(
     from packshift.forecasting import Data, data_of, forecast
     from packshift.forecasting import probe as probe_data
     from packshift.memory import limits
-    from packshift.preprocess import parse_size
+    from packshift.settings import parse_size
 
     if (data is None) == (sample_shape is None):
         raise click.UsageError("give a store, a folder of pictures, or --sample-shape: one of them")

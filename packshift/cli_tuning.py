@@ -55,7 +55,7 @@ def tune_command(source: str, as_json: bool, quiet: bool, **options: Any) -> Non
     Exit code 1 means that nothing fits.
     """
     from packshift.forecasting import data_of, forecast
-    from packshift.preprocess import parse_size
+    from packshift.settings import parse_size
     from packshift.tuning import tune
     from packshift.tuning_text import tuning_text
 

@@ -28,8 +28,8 @@ from packshift.carried import Carried, pack
 from packshift.errors import UsageError
 from packshift.forecast_results import Configuration, Forecast
 from packshift.isolation import LOADERS, Trial
-from packshift.preprocess import parse_size
 from packshift.probing import Line, Probe, measure_constants
+from packshift.settings import parse_size
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset

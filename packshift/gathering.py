@@ -23,7 +23,8 @@ class Gathering:
     def __init__(self, rows: torch.Tensor, positions: NDArray[np.int64], out: torch.Tensor) -> None:
         self._kept = rows, positions, out
         self._progress = (ctypes.c_int64 * 2)()
-        self._from = rows.data_ptr(), len(rows), rows.stride(0), rows.shape[1]
+        length, nbytes = rows.shape
+        self._from = rows.data_ptr(), length, rows.stride(0), nbytes
         self._to = positions.ctypes.data, len(positions), out.data_ptr()
 
     def take_part(self, threads: int = 1) -> bool:
@@ -57,7 +58,8 @@ def gather(rows: torch.Tensor, positions: NDArray[np.int64], out: torch.Tensor) 
     B * bytes, in one piece.
     """
     count, nbytes = len(positions), rows.shape[1]
-    if out.numel() != count * nbytes or not out.is_contiguous() or rows.stride(1) != 1 or rows.stride(0) < nbytes:
+    gap, step = rows.stride()
+    if out.numel() != count * nbytes or not out.is_contiguous() or step != 1 or gap < nbytes:
         raise ValueError(f"expected rows in one piece and room for {count} of {nbytes} bytes, got {tuple(out.shape)}")
     if compiled() is None:
         table = out.view(count, nbytes)

@@ -12,7 +12,7 @@ from packshift.arguments import at_least_one
 from packshift.class_lists import read_classes
 from packshift.errors import UsageError
 from packshift.machine import usable_cpus
-from packshift.preprocess import Preprocessing, parse_background, parse_max_pixels, parse_size
+from packshift.settings import Preprocessing, parse_background, parse_max_pixels, parse_size
 from packshift.sources import AUTO
 from packshift.sources._labelling import STRING, Labelling
 

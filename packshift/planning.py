@@ -15,8 +15,9 @@ import numpy as np
 from packshift.errors import ImageError, TargetError, UsageError
 from packshift.options import Options
 from packshift.pool import DecodingPool
-from packshift.preprocess import Preprocessing, size_in_header
+from packshift.preprocess import size_in_header
 from packshift.record import Listing
+from packshift.settings import Preprocessing
 from packshift.sources import scan
 from packshift.stores import format_of_target
 from packshift.stores._format import Format

@@ -33,8 +33,9 @@ from typing import Any, NamedTuple, Protocol
 
 from packshift.errors import SourceError, UsageError
 from packshift.machine import usable_memory
-from packshift.preprocess import Preprocessing, get_ready
+from packshift.preprocess import get_ready
 from packshift.record import Entry, Sample
+from packshift.settings import Preprocessing
 from packshift.worker import Answer, Assignment, become_worker, source_state, unpack
 
 BATCH = 4

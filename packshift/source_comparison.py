@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from packshift.conversion import tool_versions
 from packshift.errors import ImageError, StoreError, UsageError
 from packshift.findings import Findings, Progress
-from packshift.preprocess import Preprocessing, load_record
+from packshift.preprocess import load_record
 from packshift.record import Listing, Record, Sample, encode_name
+from packshift.settings import Preprocessing
 from packshift.sources import layout_names, scan
 from packshift.sources._labelling import GIVEN, NATURAL, Labelling
 from packshift.stores._reader import Reader

@@ -12,7 +12,7 @@ from typing import Any
 from packshift.carried import Carried, pack
 from packshift.errors import UsageError
 from packshift.isolation import Trial
-from packshift.preprocess import parse_size
+from packshift.settings import parse_size
 from packshift.sources import scan
 from packshift.stores._reader import Reader
 from packshift.tuning_code import Opening, opening_of

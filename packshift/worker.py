@@ -26,8 +26,8 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from packshift.errors import ImageError, SourceError
-from packshift.preprocess import Preprocessing
 from packshift.record import Entry, Record, Sample, bytes_of, encode_name
+from packshift.settings import Preprocessing
 
 Loader = Callable[[str, Sample, Preprocessing], Record]
 

@@ -14,8 +14,9 @@ import warnings
 from pathlib import Path
 
 from packshift.errors import SourceError
-from packshift.preprocess import Preprocessing, load_record
+from packshift.preprocess import load_record
 from packshift.record import Record, Sample
+from packshift.settings import Preprocessing
 
 
 def crash(root: str, sample: Sample, settings: Preprocessing) -> Record:

@@ -31,7 +31,7 @@ from packshift.forecast_results import MB, Configuration, Tuning
 from packshift.isolation import Trial, run_trial
 from packshift.machine import memory_groups, usable_cpus
 from packshift.memory import memory_of_all, tree_of
-from packshift.preprocess import parse_size
+from packshift.settings import parse_size
 from packshift.tuning_code import code_of, opening_of
 from packshift.tuning_search import doublings, halvings
 

@@ -29,6 +29,7 @@ from packshift import (
     benchmarking,
     cli,
     convert,
+    fitting,
     isolation,
     one_thread,
     open_dataset,
@@ -187,7 +188,7 @@ class TestWhereTheTimeGoes:
         [
             ("read", preprocess, "encode_name"),
             ("decode", preprocess, "memory_of_jpeg"),
-            ("convert", preprocess, "_place"),
+            ("convert", fitting, "_place"),
             ("transfer", one_thread, "touch"),
         ],
     )

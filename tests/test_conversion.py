@@ -33,6 +33,7 @@ from packshift.options import Options
 from packshift.planning import look_ahead, make_plan
 from packshift.preprocess import NOTES
 from packshift.record import Sample
+from packshift.settings import Preprocessing
 from packshift.stores import _partial
 from packshift.stores._partial import partial_file, partial_path
 from packshift.stores._reader import Reader
@@ -211,7 +212,7 @@ class TestWhatIsNotTheFilesFault:
 
         monkeypatch.setattr(preprocess, "open", fail, raising=False)
         with pytest.raises(SourceError, match=r"ant/0000\.jpg: Too many open files: use fewer jobs"):
-            preprocess.load_record(str(pictures), Sample("ant/0000.jpg", 0), preprocess.Preprocessing())
+            preprocess.load_record(str(pictures), Sample("ant/0000.jpg", 0), Preprocessing())
 
 
 class TestTarget:

@@ -16,8 +16,9 @@ from PIL import Image
 
 from packshift import jpeg, preprocess
 from packshift.errors import ImageError, UsageError
-from packshift.preprocess import Preprocessing, make_record
+from packshift.preprocess import make_record
 from packshift.record import Record, Sample
+from packshift.settings import Preprocessing
 
 simplejpeg = pytest.importorskip("simplejpeg")
 SETTINGS = (Preprocessing(None), Preprocessing((32, 32)), Preprocessing((16, 16), fast_decode=True))

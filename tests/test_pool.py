@@ -16,8 +16,9 @@ from helpers import formula_picture, make_folder, save
 from packshift import conversion, convert, pool
 from packshift.errors import UsageError
 from packshift.pool import BATCH, BATCHES_AHEAD, Decoded, DecodingPool, _Run
-from packshift.preprocess import Preprocessing, load_record
+from packshift.preprocess import load_record
 from packshift.record import Sample
+from packshift.settings import Preprocessing
 from packshift.stores._reader import Reader
 from packshift.worker import kind_of
 

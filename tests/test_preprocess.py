@@ -22,17 +22,11 @@ from PIL import __version__ as pillow_version
 
 from packshift import preprocess
 from packshift.errors import ImageError, UsageError
+from packshift.fitting import _widths_come_first
 from packshift.pixel_limit import pixels_up_to
-from packshift.preprocess import (
-    Preprocessing,
-    _widths_come_first,
-    load_record,
-    make_record,
-    parse_background,
-    parse_max_pixels,
-    parse_size,
-)
+from packshift.preprocess import load_record, make_record
 from packshift.record import Record, Sample
+from packshift.settings import Preprocessing, parse_background, parse_max_pixels, parse_size
 
 PILLOW_GENERATION = 13 if int(pillow_version.split(".")[0]) >= 13 else 12
 EXPECTED = json.loads((Path(__file__).parent / "data" / f"torchvision_pillow{PILLOW_GENERATION}.json").read_text())

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from PIL import Image
 from PIL import __version__ as pillow_version
 
-from packshift import pillow_memory, preprocess, resampling
+from packshift import fitting, pillow_memory, preprocess, resampling
 from packshift.compiled import compiled
 from packshift.errors import ImageError
 from packshift.pillow_memory import memory_of, picture_on
-from packshift.preprocess import FITS, Preprocessing, make_record
+from packshift.preprocess import make_record
 from packshift.record import Sample
 from packshift.resampling import Side, can_resample, resample
+from packshift.settings import FITS, LARGEST_SIDE, Preprocessing
 
 needs_compiled = pytest.mark.skipif(
     compiled() is None or platform.machine() not in resampling._SAME_ARITHMETIC,
@@ -31,7 +32,7 @@ needs_compiled = pytest.mark.skipif(
 )
 HANDS_OUT_MEMORY = tuple(map(int, pillow_version.split(".")[:2])) >= (11, 3)
 TURNS = {
-    number: getattr(Image.Transpose, name) for number, name in preprocess._TURNS.items()
+    number: getattr(Image.Transpose, name) for number, name in fitting.TURNS.items()
 }  # an orientation -> what makes it upright
 SIDES = st.integers(1, 80) | st.sampled_from([127, 128, 129, 300])
 
@@ -61,14 +62,14 @@ def both_ways(data: bytes, settings: Preprocessing) -> tuple[object, object]:
 def resampled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Grows with every picture that could be scaled here: whether it was."""
     taken: list[bool] = []
-    original = preprocess._resampled
+    original = preprocess.resampled
 
     def counted(*arguments: object) -> object:
         pixels = original(*arguments)
         taken.append(pixels is not None)
         return pixels
 
-    monkeypatch.setattr(preprocess, "_resampled", counted)
+    monkeypatch.setattr(preprocess, "resampled", counted)
     return taken
 
 
@@ -181,8 +182,8 @@ def test_a_picture_whose_order_of_passes_is_not_known(monkeypatch: pytest.Monkey
 )
 def test_very_long_sides(size: tuple[int, int], target: tuple[int, int], resampled: list[bool]) -> None:
     data = encoded(Image.new("RGB", size, "white"), "PNG")
-    if max(target) > preprocess.LARGEST_SIDE:
-        target = (preprocess.LARGEST_SIDE, 1)
+    if max(target) > LARGEST_SIDE:
+        target = (LARGEST_SIDE, 1)
     here, pillows = both_ways(data, Preprocessing(target, "stretch"))
     assert here == pillows
     assert resampled[0] == (max(size) <= resampling.LONGEST_SIDE)
