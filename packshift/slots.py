@@ -280,7 +280,7 @@ class _Peer:
     control: mmap.mmap
     windows: dict[int, Window] = field(default_factory=dict)
     held: dict[int, list[_ForkWatch]] = field(default_factory=dict)
-    last_words: dict[int, weakref.ref[NDArray[np.uint8]]] = field(default_factory=dict)
+    watched: dict[int, weakref.ref[NDArray[np.uint8]]] = field(default_factory=dict)
     waiting: dict[int, list[_ForkWatch]] = field(default_factory=dict)
 
     def lend(self, index: int, offset: int, capacity: int, nbytes: int) -> torch.Tensor:
@@ -290,7 +290,7 @@ class _Peer:
         # numpy makes a view of a view refer to the first array of the chain. This is it: its death is what we wait for.
         first = self.windows[index].array(nbytes)
         self.held[index] = []
-        self.last_words[index] = weakref.ref(first, partial(_give_back, self, index, os.getpid()))
+        self.watched[index] = weakref.ref(first, partial(_give_back, self, index, os.getpid()))
         return torch.from_numpy(first)
 
     def free(self, index: int) -> None:
