@@ -266,7 +266,8 @@ def main() -> None:
             line += f"{statistics.median(row[name] / row[RECIPE] for row in rounds):>10.1f}"
         print(line)
     if options.json:
-        options.json.write_text(json.dumps({"options": vars(options), "rounds": rounds}, indent=2, default=str) + "\n")
+        measured = {name: value for name, value in vars(options).items() if name not in ("folder", "json")}
+        options.json.write_text(json.dumps({"options": measured, "rounds": rounds}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
