@@ -19,11 +19,11 @@
 
 PUBLIC const int32_t packshift_interface = INTERFACE;
 
-#define TOGETHER 6 /* 4 and 8 rows were slower */
-#define STEP 128   /* bytes of each row in turn */
+#define TOGETHER 6      /* 4 and 8 rows were slower */
+#define STEP 128        /* bytes of each row in turn */
 #define PIECE (1 << 20) /* bytes that one who takes part copies at a time, about: 0.1 ms */
 #define MOST_THREADS 8
-#define LINE 64    /* of cache: one that is written around it in two parts is slower than not around it */
+#define LINE 64         /* of cache: one that is written around it in two parts is slower than not around it */
 
 /* `to` begins a line of cache. */
 INLINE void copy_step(const uint8_t *from, uint8_t *to)

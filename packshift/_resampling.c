@@ -192,10 +192,11 @@ INLINE void across(
         pack((const uint8_t *)(scratch->flat + row * width), width, out + 3 * row * width);
 }
 
-/* One line from several of `n` bytes that lie one behind the other. */
-INLINE void down(const uint8_t *in, size_t n, const struct weights *rows, size_t row, int32_t *sums, uint8_t *out)
+/* One line of `n` bytes from those that it is made of, the first of which is `in`. */
+INLINE void down(
+    const uint8_t *in, size_t stride, size_t n, const struct weights *rows, size_t row, int32_t *sums, uint8_t *out)
 {
-    mix(in, n, rows->table + row * rows->most, (size_t)rows->counts[row], n, sums, out);
+    mix(in, stride, rows->table + row * rows->most, (size_t)rows->counts[row], n, sums, out);
 }
 
 /* Lines of the picture that wait between the passes, `capacity` of `n` bytes: from `first` up to, without it, `end`. */
@@ -223,7 +224,8 @@ INLINE void widths_first(
             across(in + window->end * in_stride, in_stride, height, columns, scratch, bytes, lines);
             window->end += height;
         }
-        down(window->lines + (first - window->first) * window->n, window->n, rows, row, scratch->sums, out + row * window->n);
+        down(window->lines + (first - window->first) * window->n, window->n, window->n, rows, row, scratch->sums,
+             out + row * window->n);
     }
 }
 
@@ -236,8 +238,8 @@ INLINE void heights_first(
     for (size_t top = 0; top < rows->size; top += BLOCK) {
         size_t height = rows->size - top < BLOCK ? rows->size - top : BLOCK;
         for (size_t row = top; row < top + height; row++)
-            mix((const uint8_t *)(in + (size_t)rows->firsts[row] * in_stride), 4 * in_stride, rows->table + row * rows->most,
-                (size_t)rows->counts[row], 4 * used, scratch->sums, (uint8_t *)(lines + (row - top) * used));
+            down((const uint8_t *)(in + (size_t)rows->firsts[row] * in_stride), 4 * in_stride, 4 * used, rows, row,
+                 scratch->sums, (uint8_t *)(lines + (row - top) * used));
         across(lines, used, height, columns, scratch, 4, (uint8_t *)(out + top * columns->size));
     }
 }
@@ -249,7 +251,7 @@ FOR_EACH_PROCESSOR static int scale(
 {
     size_t bytes = sideways ? 4 : 3, block = columns->size * BLOCK;
     size_t wanted = sideways ? rows->size * columns->size : 0;
-    size_t lines = begin_with_heights ? BLOCK : rows->most + 4 * BLOCK; /* each line but every BLOCK-th is moved once at most */
+    size_t lines = begin_with_heights ? BLOCK : rows->most + 4 * BLOCK; /* more than needed: they are moved less often */
     size_t line = begin_with_heights ? columns->used : columns->size;
     size_t turned = columns->used * BLOCK, sums = 4 * (line > BLOCK ? line : BLOCK);
 

@@ -94,7 +94,7 @@ default_collate_fn_map[BatchSample] = _collate_samples
 class InlineTensor(torch.Tensor):
     """A tensor that travels to the parent inside the message, not as shared memory of its own."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own switch; typed as a method
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # what torch documents for "no __torch_function__", though it types the name as a method
 
     memory: NDArray[Any]
     """What this is a tensor over, where `inline` has made it."""
@@ -220,8 +220,8 @@ def _torch_shared_memory(nbytes: int) -> torch.Tensor | None:
         at_once = worker.num_workers if worker is not None else 1
         if shutil.disk_usage(_DEV_SHM).free < nbytes * at_once:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]  # torch has no types here
-        if get_sharing_strategy() == "file_descriptor":  # type: ignore[no-untyped-call]  # torch has no types here
+        storage = torch.UntypedStorage._new_shared(nbytes)
+        if get_sharing_strategy() == "file_descriptor":
             os.posix_fallocate(storage._share_fd_cpu_()[0], 0, nbytes)
     except (OSError, RuntimeError) as error:
         _warn_of_dev_shm(nbytes, error)
@@ -231,7 +231,7 @@ def _torch_shared_memory(nbytes: int) -> torch.Tensor | None:
 
 def _new_shared(nbytes: int) -> torch.Tensor:
     """uint8 (nbytes,) in torch's shared memory, on systems where that has no folder to look at."""
-    return _over(torch.UntypedStorage._new_shared(nbytes))  # type: ignore[no-untyped-call]  # torch has no types here
+    return _over(torch.UntypedStorage._new_shared(nbytes))
 
 
 def _over(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -42,14 +42,17 @@ class PictureDataset(Dataset[Item]):
     image, `target_transform` with the label, as in torchvision.
     """
 
-    classes: tuple[str, ...]
-
     def __init__(self, transform: Transform | None, target_transform: Transform | None) -> None:
         self.transform = transform
         self.target_transform = target_transform
 
     @abstractmethod
     def __len__(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def classes(self) -> tuple[str, ...]:
+        """Class names in the order of their labels."""
 
     @property
     @abstractmethod
@@ -79,7 +82,7 @@ class PictureDataset(Dataset[Item]):
             label = self.target_transform(label)
         return image, label
 
-    def __getitems__(self, indices: Sequence[int]) -> Sequence[Item]:
+    def __getitems__(self, indices: Sequence[int] | NDArray[np.int64]) -> Sequence[Item]:
         """The items of a whole batch, as DataLoader asks for them; `default_collate` takes them as a finished batch."""
         if self._makes_items_itself():
             return [self[index] for index in indices]
@@ -98,7 +101,7 @@ class PictureDataset(Dataset[Item]):
         """The items at `positions` (each 0 .. len - 1) gathered in one go, or None where that cannot be done."""
         return None
 
-    def _positions(self, indices: Sequence[int]) -> NDArray[np.int64]:
+    def _positions(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """`_position` of each index, int64 (B,). All at once where they are plain: one by one costs as much as a gather."""
         positions = np.array(indices)
         plain = positions.dtype.kind in "iu" and positions.ndim == 1
@@ -169,7 +172,7 @@ class StoreDataset(PictureDataset):
         return self._store.info
 
     @property
-    def classes(self) -> tuple[str, ...]:  # type: ignore[override]  # read from the store, so that it is not pickled
+    def classes(self) -> tuple[str, ...]:
         return self._store.info.classes
 
     @property
@@ -284,10 +287,13 @@ class ImageFolderDataset(PictureDataset):
         )
         self._settings = options.preprocessing()
         self._listing = scan(self.root, options.layout, labelling=options.labelling())
-        self.classes = self._listing.classes
 
     def __len__(self) -> int:
         return len(self._listing)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self._listing.classes
 
     @property
     def targets(self) -> NDArray[np.int64]:

@@ -18,7 +18,10 @@ _WORTH_A_THREAD = 2 << 20
 
 
 class Gathering:
-    """One batch being gathered; several threads can take part in it."""
+    """One batch being gathered; several threads can take part in it.
+
+    Arguments as for `gather`, which has checked them; `positions` int64 in one piece.
+    """
 
     def __init__(self, rows: torch.Tensor, positions: NDArray[np.int64], out: torch.Tensor) -> None:
         self._kept = rows, positions, out
@@ -28,7 +31,10 @@ class Gathering:
         self._to = positions.ctypes.data, len(positions), out.data_ptr()
 
     def take_part(self, threads: int = 1) -> bool:
-        """Copy what nobody has begun to copy; comes back when every row is there. False: a position is out of range."""
+        """Copy what nobody has begun to copy, on so many threads; comes back when every row is there.
+
+        False, and nothing copied, where a position is out of range.
+        """
         library = compiled()
         assert library is not None  # `gather` has asked; not a user's data
         return bool(library.gather(*self._from, *self._to, threads, self._progress))
@@ -54,8 +60,8 @@ def shown_to(show: Callable[[Gathering], None]) -> Iterator[None]:
 def gather(rows: torch.Tensor, positions: NDArray[np.int64], out: torch.Tensor) -> None:
     """Copy `rows[positions]` into `out`, on as many threads as torch uses for an operation here, where they are worth it.
 
-    `rows` is (N, bytes) uint8, each row in one piece; `positions` (B,), from 0 to N - 1, else IndexError; `out` uint8 of
-    B * bytes, in one piece.
+    `rows` is (N, bytes) uint8, each row in one piece; `positions` (B,) integers; `out` uint8 of B * bytes, in one piece, else
+    ValueError. Raises IndexError where a position is not one of 0 to N - 1.
     """
     count, nbytes = len(positions), rows.shape[1]
     gap, step = rows.stride()

@@ -137,7 +137,7 @@ class Loader:
         if self.transform is not None:
             images, *rest = batch
             batch = [apply(self.transform, images, self._generator(epoch, number + 1)), *rest]
-        return pin(batch) if self.pin_memory and torch.cuda.is_available() else batch  # type: ignore[no-untyped-call]  # torch has no types here
+        return pin(batch) if self.pin_memory and torch.cuda.is_available() else batch
 
     def _generator(self, epoch: int, number: int = 0) -> torch.Generator:
         """The generator of an epoch's order (0) or of its batch's transforms (1, ...)."""
@@ -204,7 +204,7 @@ def _made_here(make: Callable[[], Any]) -> Future[Any]:
 
 def _items(dataset: Any, positions: NDArray[np.int64]) -> Any:
     if isinstance(dataset, PictureDataset):
-        return dataset.__getitems__(positions)  # type: ignore[arg-type]  # any sequence of integers will do
+        return dataset.__getitems__(positions)
     if callable(getattr(dataset, "__getitems__", None)):
         return dataset.__getitems__(positions.tolist())
     return [dataset[position] for position in positions.tolist()]

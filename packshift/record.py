@@ -77,7 +77,7 @@ class Names(Sequence[str]):
             return NotImplemented
         return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
 
-    __hash__ = None  # type: ignore[assignment]  # equal to lists, which have no hash either
+    __hash__ = None  # type: ignore[assignment]  # Python's way to say that there is none, as for the lists that this equals; typed as a method
 
     def __repr__(self) -> str:
         shown = ", ".join(repr(name) for name in self[:3])

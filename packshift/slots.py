@@ -57,15 +57,14 @@ _STATES = 64
 _FREE, _SENT = 0, 1
 _SWEEP_SECONDS = 1.0
 _SENDER = "QueueFeederThread"  # multiprocessing.queues
-_PATIENCE_SECONDS = (
-    0.5  # references to slots are sent at once; batches of other kinds may wait for a reader that is gone
-)
+_PATIENCE_SECONDS = 0.5
+"""References to slots are sent at once; batches of other kinds may wait for a reader that is gone."""
 
 
 class SlotTensor(torch.Tensor):
     """A batch that lies in a slot. Every operation on it gives a plain tensor."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own switch; typed as a method
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # what torch documents for "no __torch_function__", though it types the name as a method
 
     _slot: _Slot
     _made_as: tuple[Any, ...]
@@ -244,7 +243,7 @@ def _reduce_slot_tensor(tensor: Any) -> tuple[Any, ...]:
     reference = reference_to(tensor)
     if reference is not None:
         return rebuild, reference
-    return reduce_tensor(tensor.as_subclass(torch.Tensor))  # type: ignore[no-any-return, no-untyped-call]  # torch has no types here
+    return reduce_tensor(tensor.as_subclass(torch.Tensor))  # type: ignore[no-any-return]  # without annotations in torch; what it gives is what pickle asks for
 
 
 ForkingPickler.register(SlotTensor, _reduce_slot_tensor)
