@@ -37,7 +37,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from packshift import Loader, open_dataset
-from packshift.gathering import gather as packshift_gather
+from packshift.gathering import Rows
 from packshift.record import Record
 from packshift.stores import get_format
 from packshift.stores._partial import partial_file
@@ -147,7 +147,7 @@ def torchs_gather(rows: np.ndarray, positions: np.ndarray, out: np.ndarray) -> N
 
 
 def packshifts_gather(rows: np.ndarray, positions: np.ndarray, out: np.ndarray) -> None:
-    packshift_gather(torch.from_numpy(rows), positions, torch.from_numpy(out))
+    Rows(torch.from_numpy(rows)).gather(positions, torch.from_numpy(out))
 
 
 def gather(folder: Path, side: int, count: int, batch_size: int, function: Gather) -> Iterator[torch.Tensor]:

@@ -1,6 +1,6 @@
 /* What all of the C here has in common. */
 
-#define INTERFACE 3 /* to be raised, here and in compiled.py, with every change to what is called from there */
+#define INTERFACE 4 /* to be raised, here and in compiled.py, with every change to what is called from there */
 
 #if defined(__GNUC__)
 #define INLINE static inline __attribute__((always_inline))

@@ -4,11 +4,17 @@
    page. Six rows at a time keep it busy, and writing around the cache saves reading what is overwritten
    (benchmarks/read_speed.py). */
 
+#ifdef __linux__
+#define _GNU_SOURCE /* SCHED_BATCH, pthread_setname_np */
+#endif
+
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "_compiling.h"
@@ -74,60 +80,166 @@ INLINE void copy(const uint8_t *const *rows, size_t count, size_t n, uint8_t *ou
     }
 }
 
-/* A batch, copied in pieces of some rows by everybody who takes part. `progress` is shared by them: how many rows have been
-   begun, and how many are there. */
-struct work {
+/* A batch to be copied: row i of `out`, rows of `n` bytes, is the one that begins `positions[i]` times `stride` bytes after
+   `first`, where there are `length` rows. It is copied in pieces of some rows by everybody who takes part; `begun` counts the
+   rows that somebody has begun. The last three are 0 before anybody takes part. */
+struct batch {
     const uint8_t *first;
-    size_t stride, n, count, piece;
+    int64_t length;
+    size_t stride, n;
     const int64_t *positions;
+    size_t count;
     uint8_t *out;
-    _Atomic int64_t *progress;
+    _Atomic size_t begun;
+    size_t taking_part; /* of those in a queue: guarded by its lock, as is the next */
+    struct batch *next;
 };
 
 static void *copy_pieces(void *argument)
 {
-    const struct work *work = argument;
-    for (;;) {
-        size_t begin = (size_t)atomic_fetch_add(&work->progress[0], (int64_t)work->piece);
-        if (begin >= work->count)
-            return NULL;
-        size_t end = work->count - begin < work->piece ? work->count : begin + work->piece;
+    struct batch *batch = argument;
+    size_t n = batch->n, count = batch->count;
+    size_t piece = n < PIECE / TOGETHER ? PIECE / TOGETHER / (n ? n : 1) * TOGETHER : TOGETHER;
+    size_t begin;
+    while ((begin = atomic_fetch_add(&batch->begun, piece)) < count) {
+        size_t end = count - begin < piece ? count : begin + piece;
         for (size_t place = begin; place < end; place += TOGETHER) {
             size_t together = end - place < TOGETHER ? end - place : TOGETHER;
             const uint8_t *rows[TOGETHER];
             for (size_t row = 0; row < together; row++)
-                rows[row] = work->first + (size_t)work->positions[place + row] * work->stride;
-            copy(rows, together, work->n, work->out + place * work->n);
+                rows[row] = batch->first + (size_t)batch->positions[place + row] * batch->stride;
+            copy(rows, together, n, batch->out + place * n);
         }
-#ifdef __SSE2__
-        _mm_sfence(); /* before anybody is told that the rows are there */
-#endif
-        atomic_fetch_add(&work->progress[1], (int64_t)(end - begin));
     }
+#ifdef __SSE2__
+    _mm_sfence(); /* before anybody is told that the rows are there */
+#endif
+    return NULL;
 }
 
-/* Row i of `out`, rows of `n` bytes, is the one that begins `positions[i]` times `stride` bytes after `first`. Gives 0, and
-   copies nothing, where a position is not one of `length`; else it comes back when all rows are there. Whoever calls it with
-   the same arguments meanwhile takes a part of the work; `progress`, two numbers, is 0 before the first call. The threads, at
-   most MOST_THREADS and the caller's among them, live as long as the call, so that a process can be forked between two. */
-PUBLIC int32_t gather(
-    const uint8_t *first, int64_t length, size_t stride, size_t n, const int64_t *positions, size_t count, uint8_t *out,
-    size_t threads, _Atomic int64_t *progress)
+static int32_t in_range(const struct batch *batch)
 {
-    for (size_t place = 0; place < count; place++)
-        if (positions[place] < 0 || positions[place] >= length)
+    for (size_t place = 0; place < batch->count; place++)
+        if (batch->positions[place] < 0 || batch->positions[place] >= batch->length)
             return 0;
-    size_t piece = n < PIECE / TOGETHER ? PIECE / TOGETHER / (n ? n : 1) * TOGETHER : TOGETHER;
-    struct work work = {first, stride, n, count, piece, positions, out, progress};
+    return 1;
+}
+
+/* Copy a batch. Gives 0, and copies nothing, where a position is not one of `length`. The threads, at most MOST_THREADS and
+   the caller's among them, live as long as the call, so that a process can be forked between two. */
+PUBLIC int32_t gather(struct batch *batch, size_t threads)
+{
+    if (!in_range(batch))
+        return 0;
     pthread_t started[MOST_THREADS];
     size_t running = 0;
     threads = threads > MOST_THREADS ? MOST_THREADS : threads;
-    while (running + 1 < threads && pthread_create(&started[running], NULL, copy_pieces, &work) == 0)
+    while (running + 1 < threads && pthread_create(&started[running], NULL, copy_pieces, batch) == 0)
         running++; /* what one would have done that cannot be started is done by the others */
-    copy_pieces(&work);
+    copy_pieces(batch);
     while (running > 0)
         pthread_join(started[--running], NULL);
-    while ((size_t)atomic_load(&progress[1]) < count)
-        sched_yield(); /* until another caller has finished its last piece */
     return 1;
+}
+
+/* Batches that are copied by threads which stay, in the order in which they were handed over. */
+struct queue {
+    pthread_mutex_t lock;
+    pthread_cond_t more, less; /* there is something to do; somebody has left a batch */
+    struct batch *oldest;
+    int closing;
+    size_t running;
+    pthread_t threads[];
+};
+
+/* Take part in a batch; with the lock, which is given back meanwhile. */
+static void take_part(struct queue *queue, struct batch *batch)
+{
+    batch->taking_part++;
+    pthread_mutex_unlock(&queue->lock);
+    copy_pieces(batch);
+    pthread_mutex_lock(&queue->lock);
+    batch->taking_part--;
+    for (struct batch **place = &queue->oldest; *place != NULL; place = &(*place)->next)
+        if (*place == batch) { /* all of it has been begun */
+            *place = batch->next;
+            break;
+        }
+    pthread_cond_broadcast(&queue->less);
+}
+
+static void *copy_batches(void *argument)
+{
+    struct queue *queue = argument;
+#ifdef __linux__
+    struct sched_param none = {0}; /* on a busy machine, do not push whoever hands a batch over off its core */
+    pthread_setschedparam(pthread_self(), SCHED_BATCH, &none);
+    pthread_setname_np(pthread_self(), "packshift-copy");
+#endif
+    pthread_mutex_lock(&queue->lock);
+    while (!queue->closing)
+        if (queue->oldest != NULL)
+            take_part(queue, queue->oldest);
+        else
+            pthread_cond_wait(&queue->more, &queue->lock);
+    pthread_mutex_unlock(&queue->lock);
+    return NULL;
+}
+
+/* NULL where there is no memory. Threads that cannot be started are done without: whoever waits for a batch copies it. */
+PUBLIC struct queue *open_queue(size_t threads)
+{
+    struct queue *queue = calloc(1, sizeof(struct queue) + threads * sizeof(pthread_t));
+    if (queue == NULL)
+        return NULL;
+    pthread_mutex_init(&queue->lock, NULL);
+    pthread_cond_init(&queue->more, NULL);
+    pthread_cond_init(&queue->less, NULL);
+    sigset_t all, before;
+    sigfillset(&all); /* signals are for the threads of the interpreter */
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (queue->running < threads && pthread_create(&queue->threads[queue->running], NULL, copy_batches, queue) == 0)
+        queue->running++;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return queue;
+}
+
+/* Have a batch copied, which stays where it is in memory until `finish` or `close_queue`. Gives 0, and does nothing, where a
+   position is not one of `length`. */
+PUBLIC int32_t hand_over(struct queue *queue, struct batch *batch)
+{
+    if (!in_range(batch))
+        return 0;
+    pthread_mutex_lock(&queue->lock);
+    struct batch **place = &queue->oldest;
+    while (*place != NULL)
+        place = &(*place)->next;
+    *place = batch;
+    pthread_cond_broadcast(&queue->more);
+    pthread_mutex_unlock(&queue->lock);
+    return 1;
+}
+
+/* Come back when a batch that was handed over is there, and the queue knows it no longer; takes part in it until then. */
+PUBLIC void finish(struct queue *queue, struct batch *batch)
+{
+    pthread_mutex_lock(&queue->lock);
+    take_part(queue, batch);
+    while (batch->taking_part > 0)
+        pthread_cond_wait(&queue->less, &queue->lock);
+    pthread_mutex_unlock(&queue->lock);
+}
+
+/* Come back when the threads have ended, each after the piece that it was copying. Nobody else may use the queue meanwhile. */
+PUBLIC void close_queue(struct queue *queue)
+{
+    pthread_mutex_lock(&queue->lock);
+    queue->closing = 1;
+    for (struct batch *batch = queue->oldest; batch != NULL; batch = batch->next)
+        atomic_store(&batch->begun, batch->count); /* what nobody has begun is not wanted any more */
+    pthread_cond_broadcast(&queue->more);
+    pthread_mutex_unlock(&queue->lock);
+    while (queue->running > 0)
+        pthread_join(queue->threads[--queue->running], NULL);
+    free(queue);
 }

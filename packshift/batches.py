@@ -45,6 +45,11 @@ class Batch(Sequence[BatchSample]):
         self.images = images
         self.labels = labels
 
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """What `default_collate` makes of it."""
+        return [self.images, self.labels]
+
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -70,7 +75,7 @@ class Batch(Sequence[BatchSample]):
 def _collate_samples(batch: Sequence[Any], *, collate_fn_map: Any = None) -> list[Any]:
     """`default_collate` for a whole `Batch`, which is finished, and for other samples of ours, stacked part by part."""
     if isinstance(batch, Batch):
-        parts = [batch.images, batch.labels]
+        parts = batch.parts
         return SentParts(parts) if type(parts[0]) is SlotTensor and type(parts[1]) is InlineTensor else parts
     return [_collate_part(part, collate_fn_map) for part in zip(*batch, strict=True)]
 
@@ -175,34 +180,46 @@ ForkingPickler.register(SentParts, _reduce_parts)
 
 @dataclass(frozen=True)
 class Place:
-    """Memory for a batch: `tensor`, contiguous, to be filled; `finish` makes a view of all of it ready to be returned."""
+    """Memory for a batch: `tensor`, in one piece, to be filled; `finish` makes a view of all of it ready to be returned."""
 
     tensor: torch.Tensor
     finish: Callable[[torch.Tensor], torch.Tensor]
 
 
 def place_for(shape: tuple[int, ...], dtype: torch.dtype) -> Place:
-    """Memory for a batch of this shape, where `bytes_for` finds it."""
-    place = bytes_for(prod(shape) * dtype.itemsize)
-    return Place(place.tensor.view(dtype).view(shape), place.finish)
-
-
-def bytes_for(nbytes: int) -> Place:
-    """uint8 (nbytes,) for a batch where it is going to be used: reused in this process, or shared with a worker's parent.
+    """Memory for a batch of this shape, contiguous, where it is going to be used: reused in this process, or shared with a
+    worker's parent.
 
     In a worker that is a slot (`slots`); where none can be had, torch's shared memory; and where /dev/shm has no room for
     that, ordinary memory whose content is sent through the pipe, with one warning.
     """
+    memory, finish = _memory_for(prod(shape) * dtype.itemsize)
+    tensor = torch.from_numpy(memory) if isinstance(memory, np.ndarray) else memory
+    return Place(tensor.view(dtype).view(shape), finish)
+
+
+def place_for_images(count: int, shape: tuple[int, int, int]) -> Place:
+    """Memory, as by `place_for`, for `count` images of `shape` (H, W, C): uint8 (B, C, H, W), channels last."""
+    height, width, channels = shape
+    nbytes = height * width * channels
+    sizes, strides = (count, channels, height, width), (nbytes, 1, width * channels, channels)
+    memory, finish = _memory_for(count * nbytes)
+    if isinstance(memory, np.ndarray):  # numpy makes this view in a tenth of the time that torch takes
+        return Place(torch.from_numpy(np.ndarray(sizes, np.uint8, memory, 0, strides)), finish)
+    return Place(memory.as_strided(sizes, strides), finish)
+
+
+def _memory_for(nbytes: int) -> tuple[NDArray[np.uint8] | torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """uint8 (nbytes,), and `Place.finish`."""
     if get_worker_info() is None:
-        return Place(torch.from_numpy(shared_pool().take(nbytes)), _as_it_is)
+        return shared_pool().take(nbytes), _as_it_is
     taken = take_slot(nbytes)
     if taken is not None:
-        array, seal = taken
-        return Place(torch.from_numpy(array), seal)
+        return taken
     shared = _torch_shared_memory(nbytes) if os.path.isdir(_DEV_SHM) else _new_shared(nbytes)
     if shared is not None:
-        return Place(shared, _as_it_is)
-    return Place(torch.empty(nbytes, dtype=torch.uint8), lambda tensor: tensor.as_subclass(InlineTensor))
+        return shared, _as_it_is
+    return torch.empty(nbytes, dtype=torch.uint8), lambda tensor: tensor.as_subclass(InlineTensor)
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from ctypes import POINTER, c_double, c_int32, c_int64, c_size_t, c_void_p
 from functools import cache
 from importlib.util import find_spec
 
-_INTERFACE = 3
+_INTERFACE = 4
 """`packshift_interface` of _compiling.h: changes with every structure and list of arguments."""
 
 
@@ -21,6 +21,21 @@ class SideStruct(ctypes.Structure):
     _fields_ = (
         *((name, c_double) for name in ("start", "stop")),
         *((name, c_int32) for name in ("length", "size", "first", "last", "mirrored")),
+    )
+
+
+class BatchStruct(ctypes.Structure):
+    """`struct batch` of _gathering.c."""
+
+    _fields_ = (
+        ("first", c_void_p),
+        ("length", c_int64),
+        *((name, c_size_t) for name in ("stride", "n")),
+        ("positions", c_void_p),
+        ("count", c_size_t),
+        ("out", c_void_p),
+        *((name, c_size_t) for name in ("begun", "taking_part")),
+        ("next", c_void_p),
     )
 
 
@@ -40,6 +55,12 @@ def compiled() -> ctypes.CDLL | None:
     if interface != _INTERFACE:
         return None
     library.resample.argtypes = [c_void_p, POINTER(SideStruct), POINTER(SideStruct), c_int32, c_int32, c_void_p]
-    library.gather.argtypes = [c_void_p, c_int64, *[c_size_t] * 2, c_void_p, c_size_t, c_void_p, c_size_t, c_void_p]
-    library.resample.restype = library.gather.restype = c_int32
+    batch = POINTER(BatchStruct)
+    library.gather.argtypes = [batch, c_size_t]
+    library.open_queue.argtypes = [c_size_t]
+    library.close_queue.argtypes = [c_void_p]
+    library.hand_over.argtypes = library.finish.argtypes = [c_void_p, batch]
+    library.resample.restype = library.gather.restype = library.hand_over.restype = c_int32
+    library.open_queue.restype = c_void_p
+    library.finish.restype = library.close_queue.restype = None
     return library

@@ -20,9 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, get_worker_info
 
-from packshift.batches import Batch, BatchSample, bytes_for, inline
+from packshift.batches import Batch, BatchSample, Place, inline, place_for_images
+from packshift.compiled import compiled
 from packshift.errors import ImageError, NotAStoreError
-from packshift.gathering import gather
+from packshift.gathering import Gathering, Rows
 from packshift.options import Options
 from packshift.preprocess import Lap, load_record, no_lap
 from packshift.record import Names, StoreInfo
@@ -152,10 +153,10 @@ class StoreDataset(PictureDataset):
         self._length = reader.info.count
         self._shape = reader.info.shape
         self._reader: Reader | None = None
-        self._row_tensor: torch.Tensor | None = None
+        self._known_rows: Rows | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reader": None, "_row_tensor": None}
+        return {**self.__dict__, "_reader": None, "_known_rows": None}
 
     @property
     def _store(self) -> Reader:
@@ -202,27 +203,46 @@ class StoreDataset(PictureDataset):
 
     def _batch(self, positions: NDArray[np.int64]) -> Batch | None:
         rows = self._rows
-        if rows is None or self._shape is None:
+        if rows is None:
             return None
-        height, width, channels = self._shape
-        nbytes = height * width * channels
-        place = bytes_for(len(positions) * nbytes)
-        self._store.read_ahead(positions)
-        gather(rows, positions, place.tensor)
-        labels = self.targets[positions]
-        shape = len(positions), channels, height, width
-        images = place.finish(place.tensor.as_strided(shape, (nbytes, 1, width * channels, channels)))
-        return Batch(images, torch.from_numpy(labels) if get_worker_info() is None else inline(labels))
+        place = self._place(positions)
+        rows.gather(positions, place.tensor)
+        return self._batch_in(place, positions)
 
     @property
-    def _rows(self) -> torch.Tensor | None:
-        """All records, a row each, over the map. Never handed out: torch has no tensors that cannot be written to."""
-        if self._row_tensor is None and self._store.rows is not None:
-            self._row_tensor = _read_only_tensor(self._store.rows)
-        return self._row_tensor
+    def _copies_batches(self) -> bool:
+        """Whether `_begin_batch` gives what `__getitems__` does."""
+        as_here = type(self).__getitems__ is PictureDataset.__getitems__ and not self._makes_items_itself()
+        plain = as_here and self.transform is None and self.target_transform is None
+        return plain and self._shape is not None and compiled() is not None
+
+    def _begin_batch(self, positions: NDArray[np.int64]) -> tuple[Gathering, Batch]:
+        """The items at `positions` (each 0 .. len - 1), and the copying, not yet begun, that fills them."""
+        rows = self._rows
+        assert rows is not None  # whoever calls this has asked; not a user's data
+        place = self._place(positions)
+        return Gathering(rows, positions, place.tensor), self._batch_in(place, positions)
+
+    def _place(self, positions: NDArray[np.int64]) -> Place:
+        self._store.read_ahead(positions)
+        assert self._shape is not None  # there are no rows without
+        return place_for_images(len(positions), self._shape)
+
+    def _batch_in(self, place: Place, positions: NDArray[np.int64]) -> Batch:
+        labels = self.targets[positions]
+        return Batch(
+            place.finish(place.tensor), torch.from_numpy(labels) if get_worker_info() is None else inline(labels)
+        )
+
+    @property
+    def _rows(self) -> Rows | None:
+        """All records, over the map. Its tensor is never handed out: torch has none that cannot be written to."""
+        if self._known_rows is None and self._store.rows is not None:
+            self._known_rows = Rows(_read_only_tensor(self._store.rows))
+        return self._known_rows
 
     def close(self) -> None:
-        self._reader = self._row_tensor = None
+        self._reader = self._known_rows = None
 
     def __enter__(self) -> StoreDataset:
         return self

@@ -3,81 +3,124 @@
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
+import weakref
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from packshift.compiled import compiled
+from packshift.compiled import BatchStruct, compiled
 
 _WORTH_A_THREAD = 2 << 20
 """Bytes: about 0.2 ms of copying, where starting a thread takes 0.02."""
 
 
-class Gathering:
-    """One batch being gathered; several threads can take part in it.
+class Rows:
+    """Rows of equal length in memory: `table` is (N, bytes) uint8, each row in one piece, else ValueError."""
 
-    Arguments as for `gather`, which has checked them; `positions` int64 in one piece.
-    """
+    def __init__(self, table: torch.Tensor) -> None:
+        count, nbytes = table.shape
+        gap, step = table.stride()
+        if step != 1 or gap < nbytes:
+            raise ValueError(f"expected rows in one piece each, got {gap} and {step} bytes from element to element")
+        self.table, self.count, self.nbytes = table, count, nbytes
+        self.address, self.gap = table.data_ptr(), gap
 
-    def __init__(self, rows: torch.Tensor, positions: NDArray[np.int64], out: torch.Tensor) -> None:
-        self._kept = rows, positions, out
-        self._progress = (ctypes.c_int64 * 2)()
-        length, nbytes = rows.shape
-        self._from = rows.data_ptr(), length, rows.stride(0), nbytes
-        self._to = positions.ctypes.data, len(positions), out.data_ptr()
+    def gather(self, positions: NDArray[np.integer[Any]], out: torch.Tensor) -> None:
+        """Copy the rows at `positions` into `out`, on as many threads as torch uses for an operation here, where they are
+        worth it.
 
-    def take_part(self, threads: int = 1) -> bool:
-        """Copy what nobody has begun to copy, on so many threads; comes back when every row is there.
-
-        False, and nothing copied, where a position is out of range.
+        `positions` is (B,), of integers; `out` uint8 of B * bytes, in one piece (or channels last), else ValueError. Raises
+        IndexError where a position is not one of 0 to N - 1.
         """
+        if compiled() is not None:
+            Gathering(self, positions, out).run(min(torch.get_num_threads(), out.nbytes // _WORTH_A_THREAD))
+            return
+        self.check_room(len(positions), out)
+        into = out.as_strided((len(positions), self.nbytes), (self.nbytes, 1))
+        dtype = _widest(self.table, into)
+        torch.index_select(self.table.view(dtype), 0, torch.from_numpy(positions), out=into.view(dtype))
+
+    def check_room(self, count: int, out: torch.Tensor) -> None:
+        in_one_piece = out.is_contiguous(memory_format=torch.channels_last) if out.dim() == 4 else out.is_contiguous()
+        if out.nbytes != count * self.nbytes or not in_one_piece:
+            raise ValueError(f"expected room for {count} of {self.nbytes} bytes in one piece, got {tuple(out.shape)}")
+
+
+class Gathering:
+    """One batch to be gathered in C. Arguments as for `Rows.gather`, and ValueError."""
+
+    def __init__(self, rows: Rows, positions: NDArray[np.integer[Any]], out: torch.Tensor) -> None:
         library = compiled()
-        assert library is not None  # `gather` has asked; not a user's data
-        return bool(library.gather(*self._from, *self._to, threads, self._progress))
+        assert library is not None  # whoever makes one has asked; not a user's data
+        count = len(positions)
+        rows.check_room(count, out)
+        places = torch.from_numpy(np.ascontiguousarray(positions, np.int64))
+        self.batch = BatchStruct(
+            rows.address, rows.count, rows.gap, rows.nbytes, places.data_ptr(), count, out.data_ptr()
+        )
+        self._rows, self._places, self._out = rows, places, out
+        self._library = library
+
+    @property
+    def all_begun(self) -> bool:
+        """Whether there is nothing left to take part in."""
+        return bool(self.batch.begun >= self.batch.count)
+
+    def run(self, threads: int = 1) -> None:
+        """Copy all of it, on so many threads, the caller's among them. Raises IndexError as `Rows.gather` does."""
+        self.batch.begun = 0
+        if not self._library.gather(self.batch, threads):
+            raise self.out_of_range()
+
+    def out_of_range(self) -> IndexError:
+        found = f"{int(self._places.min())} to {int(self._places.max())}"
+        return IndexError(f"expected positions from 0 to {self._rows.count - 1}, got {found}")
 
 
-class _Here(threading.local):
-    show: Callable[[Gathering], None] | None = None
+class GatheringQueue:
+    """Threads that gather, in the order in which batches are handed over, and never need the interpreter for it.
 
-
-_here = _Here()
-
-
-@contextmanager
-def shown_to(show: Callable[[Gathering], None]) -> Iterator[None]:
-    """Tell of what this thread gathers meanwhile before it begins, so that other threads can take part."""
-    _here.show = show
-    try:
-        yield
-    finally:
-        _here.show = None
-
-
-def gather(rows: torch.Tensor, positions: NDArray[np.int64], out: torch.Tensor) -> None:
-    """Copy `rows[positions]` into `out`, on as many threads as torch uses for an operation here, where they are worth it.
-
-    `rows` is (N, bytes) uint8, each row in one piece; `positions` (B,) integers; `out` uint8 of B * bytes, in one piece, else
-    ValueError. Raises IndexError where a position is not one of 0 to N - 1.
+    Whoever waits for a batch takes part in it. In a child that was forked meanwhile, which has no such threads, it copies
+    all of it. `close` before the last reference goes, or at the end of the process: nothing is copied afterwards.
     """
-    count, nbytes = len(positions), rows.shape[1]
-    gap, step = rows.stride()
-    if out.numel() != count * nbytes or not out.is_contiguous() or step != 1 or gap < nbytes:
-        raise ValueError(f"expected rows in one piece and room for {count} of {nbytes} bytes, got {tuple(out.shape)}")
-    if compiled() is None:
-        table = out.view(count, nbytes)
-        dtype = _widest(rows, table)
-        torch.index_select(rows.view(dtype), 0, torch.from_numpy(positions), out=table.view(dtype))
-        return
-    positions = np.ascontiguousarray(positions, np.int64)
-    gathering = Gathering(rows, positions, out)
-    if _here.show is not None:
-        _here.show(gathering)
-    if not gathering.take_part(min(torch.get_num_threads(), count * nbytes // _WORTH_A_THREAD)):
-        raise IndexError(f"expected positions from 0 to {len(rows) - 1}, got {positions.min()} to {positions.max()}")
+
+    def __init__(self, threads: int) -> None:
+        library = compiled()
+        assert library is not None  # whoever makes one has asked; not a user's data
+        queue = library.open_queue(threads)
+        if queue is None:
+            raise MemoryError(f"no memory for a queue of {threads} threads")
+        self._library, self._queue, self._owner = library, queue, os.getpid()
+        self._in_queue: set[Gathering] = set()  # what is copied from and to has to stay
+        self._end = weakref.finalize(self, _close, library, queue, self._in_queue, self._owner)
+
+    def hand_over(self, gathering: Gathering) -> None:
+        """Have a batch copied. Raises IndexError as `Rows.gather` does."""
+        self._in_queue.add(gathering)
+        if not self._library.hand_over(self._queue, gathering.batch):
+            self._in_queue.discard(gathering)
+            raise gathering.out_of_range()
+
+    def finish(self, gathering: Gathering) -> None:
+        """Come back when all rows of a batch that was handed over are there."""
+        if os.getpid() != self._owner:
+            gathering.run()
+            return
+        self._library.finish(self._queue, gathering.batch)
+        self._in_queue.discard(gathering)
+
+    def close(self) -> None:
+        """End the threads; what was not finished is not copied any more. Nobody may be in `finish`."""
+        self._end()
+
+
+def _close(library: ctypes.CDLL, queue: int, in_queue: set[Gathering], owner: int) -> None:
+    if os.getpid() == owner:
+        library.close_queue(queue)
+    in_queue.clear()
 
 
 def _widest(*tables: torch.Tensor) -> torch.dtype:

@@ -1,9 +1,9 @@
 """An in-process loader: threads instead of worker processes, for datasets whose reading is a copy, not a computation.
 
 For a store in the page cache that is the fastest way there is: no processes to start, no messages, no shared memory, and
-batches in buffers that are used again. The threads run torch's operations on one thread each: the gather of one batch
-is then in nobody's way, while a pool of threads per loader thread would fight with that of the training loop for the
-same cores (with two cores and one loader thread that took four fifths of the speed).
+batches in buffers that are used again. The threads of Python run torch's operations on one thread each: a pool of threads
+per loader thread would fight with that of the training loop for the same cores (with two cores and one loader thread that
+took four fifths of the speed).
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, Sampler, default_collate
+from torch.utils.data import Dataset, Sampler, Subset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from packshift.arguments import at_least_one
-from packshift.datasets import PictureDataset
+from packshift.batches import Batch
+from packshift.buffers import shared_pool
+from packshift.datasets import PictureDataset, StoreDataset
 from packshift.errors import UsageError
-from packshift.gathering import Gathering, shown_to
+from packshift.gathering import Gathering, GatheringQueue
 from packshift.machine import usable_cpus
 from packshift.transforms import apply
-
-_MOMENT = 0.001
-"""Seconds in which a thread that has nothing else to do begins to copy the rows of a batch."""
 
 
 class Loader:
@@ -95,18 +95,17 @@ class Loader:
         return self._batches(epoch)
 
     def _batches(self, epoch: int) -> Iterator[Any]:
+        making = _Making(self, epoch)
         waiting: deque[_Task] = deque()
-        pool = _start_threads(self.threads)
-        lend_a_hand = self.threads < usable_cpus()
         try:
-            for number, positions in enumerate(self._chunks(epoch)):
-                waiting.append(_Task(partial(self._make, positions, epoch, number), pool))
+            for number, indices in enumerate(self._chunks(epoch)):
+                waiting.append(making.begin(number, indices))
                 if len(waiting) > self.threads * self.prefetch:
-                    yield _next_result(waiting, lend_a_hand)
+                    yield making.result(waiting)
             while waiting:
-                yield _next_result(waiting, lend_a_hand)
+                yield making.result(waiting)
         finally:
-            pool.shutdown(cancel_futures=True)
+            making.close()
 
     def _chunks(self, epoch: int) -> Iterator[NDArray[np.int64]]:
         """The indices of each batch of an epoch."""
@@ -131,9 +130,14 @@ class Loader:
         if batch and not self.drop_last:
             yield np.array(batch)
 
-    def _make(self, positions: NDArray[np.int64], epoch: int, number: int) -> Any:
-        """One batch; runs in a thread."""
-        batch = default_collate(_items(self.dataset, positions))
+    @property
+    def _only_reads(self) -> bool:
+        """Whether a batch is what the dataset gives, without anything done to it."""
+        return self.transform is None and not (self.pin_memory and torch.cuda.is_available())
+
+    def _finished(self, read: Callable[[], list[Any]], epoch: int, number: int) -> Any:
+        """One batch, from what the dataset gives."""
+        batch = read()
         if self.transform is not None:
             images, *rest = batch
             batch = [apply(self.transform, images, self._generator(epoch, number + 1)), *rest]
@@ -145,48 +149,101 @@ class Loader:
         return torch.Generator().manual_seed(int(state[0] >> np.uint64(1)))
 
 
+@dataclass
 class _Task:
-    """A batch to be made, and where it will be found."""
+    """A batch in the making: `future` where a thread of Python makes it, `gathering` where copying is a part of that."""
 
-    def __init__(self, make: Callable[[], Any], pool: ThreadPoolExecutor) -> None:
-        self.make = make
-        self._gatherings: list[Gathering] = []
-        self._has_news = has_news = threading.Event()  # copies rows, or is done
-        self.future = pool.submit(self._made_in_sight)
-        self.future.add_done_callback(lambda _: has_news.set())  # not `self`: a cycle would keep the batch's memory
-
-    def _made_in_sight(self) -> Any:
-        with shown_to(self._show):
-            return self.make()
-
-    def _show(self, gathering: Gathering) -> None:
-        self._gatherings.append(gathering)
-        self._has_news.set()
-
-    def take_part(self) -> bool:
-        """Copy a part of the rows that a thread copies for it; False where it copies none."""
-        self._has_news.wait(_MOMENT)
-        gatherings = list(self._gatherings)
-        for gathering in gatherings:
-            gathering.take_part()
-        return bool(gatherings)
+    make: Callable[[], Any]
+    gathering: Gathering | None = None
+    future: Future[Any] | None = None
 
 
-def _next_result(waiting: deque[_Task], lend_a_hand: bool) -> Any:
-    """The oldest batch. A loop that would have to wait for it takes part in making it, or where that cannot be done makes
-    the next one that no thread has begun.
+class _Making:
+    """The batches of one epoch in the making.
 
-    So no core is idle while there is work, and a loader is not slower than reading in the loop itself. Where there are
-    as many threads as CPUs, none would be idle anyway. While the oldest is done, nothing here gives the interpreter lock
-    away: with the threads of the training loop on every core it took 3 ms to come back.
+    Where a batch is a copy of rows and nothing else, the threads are those of a `GatheringQueue`, and all that Python has
+    to do is done in the loop: a thread that needs the interpreter gets it 3 to 4 ms late where the training loop keeps
+    every core busy. Everything else is done in threads of Python; the loop takes part in copying there, too.
     """
-    oldest = waiting.popleft()
-    if lend_a_hand and not oldest.future.done() and not oldest.take_part():
-        for task in (oldest, *waiting):
-            if task.future.cancel():
-                task.future = _made_here(task.make)
-                break
-    return oldest.future.result()
+
+    def __init__(self, loader: Loader, epoch: int) -> None:
+        self._loader, self._epoch = loader, epoch
+        store, self._indices = _seen_through(loader.dataset)
+        self._store = store if store is not None and store._copies_batches else None
+        shared_pool().keep(loader.threads * loader.prefetch + 2)  # and one that is read, one in the loop's hand
+        copying_threads = loader.threads if loader._only_reads else 0
+        self._queue = None if self._store is None else GatheringQueue(copying_threads)
+        self._lend_a_hand = False
+        self._pool: ThreadPoolExecutor | None = None
+
+    def begin(self, number: int, indices: NDArray[np.int64]) -> _Task:
+        loader = self._loader
+        read: Callable[[], list[Any]] = partial(_collated, loader.dataset, indices)
+        gathering = None
+        try:
+            begun = self._begin_to_copy(indices)
+        except Exception as error:  # noqa: BLE001  # raised when it is this batch's turn
+            return _Task(partial(_raise, error))
+        if begun is not None:
+            gathering, batch = begun
+            read = partial(self._copied, gathering, batch)
+            if loader._only_reads:
+                return _Task(read)
+        make = partial(loader._finished, read, self._epoch, number)
+        if self._pool is None:
+            self._pool = _start_threads(loader.threads)
+            self._lend_a_hand = loader.threads < usable_cpus()
+        return _Task(make, gathering, self._pool.submit(make))
+
+    def _begin_to_copy(self, indices: NDArray[np.int64]) -> tuple[Gathering, Batch] | None:
+        if self._store is None or self._queue is None:
+            return None
+        if self._indices is not None:
+            indices = self._indices[indices]
+        if self._indices is not None or self._loader.sampler is not None:
+            indices = self._store._positions(indices)
+        gathering, batch = self._store._begin_batch(indices)
+        self._queue.hand_over(gathering)
+        return gathering, batch
+
+    def _copied(self, gathering: Gathering, batch: Batch) -> list[Any]:
+        assert self._queue is not None  # it was handed over
+        self._queue.finish(gathering)
+        return batch.parts
+
+    def result(self, waiting: deque[_Task]) -> Any:
+        """The oldest batch. A loop that would have to wait for it takes part in copying it, or where that cannot be done
+        makes the next one that no thread has begun.
+
+        So no core is idle while there is work. Where there are as many threads as CPUs, none would be idle anyway. While
+        the oldest is done, nothing here gives the interpreter lock to a thread.
+        """
+        oldest = waiting.popleft()
+        if oldest.future is None:
+            return oldest.make()
+        if self._lend_a_hand and not oldest.future.done():
+            if self._queue is not None and oldest.gathering is not None and not oldest.gathering.all_begun:
+                self._queue.finish(oldest.gathering)
+            else:
+                _make_one_here((oldest, *waiting))
+        return oldest.future.result()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        if self._queue is not None:
+            self._queue.close()
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _make_one_here(tasks: Iterable[_Task]) -> None:
+    for task in tasks:
+        if task.future is not None and task.future.cancel():
+            task.future = _made_here(task.make)
+            break
 
 
 def _made_here(make: Callable[[], Any]) -> Future[Any]:
@@ -202,12 +259,27 @@ def _made_here(make: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-def _items(dataset: Any, positions: NDArray[np.int64]) -> Any:
+def _seen_through(dataset: Any) -> tuple[StoreDataset | None, NDArray[np.int64] | None]:
+    """The store behind a dataset, and for a `Subset` of it its items there; None where there is something else."""
+    indices: NDArray[Any] | None = None
+    while type(dataset) is Subset:
+        its = np.asarray(dataset.indices)
+        if its.ndim != 1 or its.dtype.kind not in "iu":
+            return None, None
+        indices = its if indices is None else its[indices]
+        dataset = dataset.dataset
+    return (dataset if isinstance(dataset, StoreDataset) else None), indices
+
+
+def _collated(dataset: Any, indices: NDArray[np.int64]) -> list[Any]:
     if isinstance(dataset, PictureDataset):
-        return dataset.__getitems__(positions)
-    if callable(getattr(dataset, "__getitems__", None)):
-        return dataset.__getitems__(positions.tolist())
-    return [dataset[position] for position in positions.tolist()]
+        items: Any = dataset.__getitems__(indices)
+    elif callable(getattr(dataset, "__getitems__", None)):
+        items = dataset.__getitems__(indices.tolist())
+    else:
+        items = [dataset[index] for index in indices.tolist()]
+    collated: list[Any] = default_collate(items)
+    return collated
 
 
 def _start_threads(count: int) -> ThreadPoolExecutor:

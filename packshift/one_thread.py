@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Sampler
 
 from packshift.datasets import ImageFolderDataset, StoreDataset
 from packshift.errors import UsageError
-from packshift.gathering import gather
 
 PAGE = 4096
 
@@ -116,7 +115,7 @@ def _gathered(dataset: StoreDataset, indices: Iterator[int], batch_size: int) ->
     rows = dataset._rows
     if rows is None:
         raise UsageError(f"{dataset.path}: its pictures are of different sizes, which make no batches")
-    out = torch.empty((batch_size, rows.shape[1]), dtype=torch.uint8)
+    out = torch.empty((batch_size, rows.nbytes), dtype=torch.uint8)
     while True:
-        gather(rows, np.array(list(islice(indices, batch_size))), out)
+        rows.gather(np.array(list(islice(indices, batch_size))), out)
         yield (out,)

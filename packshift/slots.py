@@ -124,8 +124,12 @@ class SlotRing:
         return slot, array
 
     def _free_slot(self, nbytes: int) -> _Slot | None:
-        fitting = (slot for slot in self._slots if slot.window.capacity >= nbytes and self._is_free(slot))
-        return min(fitting, key=lambda slot: slot.window.capacity, default=None)
+        best: _Slot | None = None
+        for slot in self._slots:
+            smaller = best is None or slot.window.capacity < best.window.capacity
+            if smaller and slot.window.capacity >= nbytes and self._is_free(slot):
+                best = slot
+        return best
 
     def _trim(self) -> None:
         spare = [slot for slot in self._slots if slot.has_memory and self._is_free(slot)]
@@ -282,15 +286,15 @@ class _Peer:
     watched: dict[int, weakref.ref[NDArray[np.uint8]]] = field(default_factory=dict)
     waiting: dict[int, list[_ForkWatch]] = field(default_factory=dict)
 
-    def lend(self, index: int, offset: int, capacity: int, nbytes: int) -> torch.Tensor:
-        """The first bytes of a slot, uint8 (nbytes,); the slot is the worker's again when nothing sees them any more."""
+    def lend(self, index: int, offset: int, capacity: int, nbytes: int) -> NDArray[np.uint8]:
+        """The first bytes of a slot, (nbytes,); the slot is the worker's again when nothing sees them any more."""
         if index not in self.windows:
             self.windows[index] = open_window(self.fd, offset, capacity)
         # numpy makes a view of a view refer to the first array of the chain. This is it: its death is what we wait for.
         first = self.windows[index].array(nbytes)
         self.held[index] = []
         self.watched[index] = weakref.ref(first, partial(_give_back, self, index, os.getpid()))
-        return torch.from_numpy(first)
+        return first
 
     def free(self, index: int) -> None:
         self.control[_STATES + index] = _FREE
@@ -338,7 +342,10 @@ def rebuild(
         if peer is None:
             _sweep()
             peer = _peers[pid, token] = _attach(pid, fd_there, token)
-        return peer.lend(index, offset, capacity, nbytes).view(getattr(torch, dtype)).as_strided(shape, stride)
+        memory = peer.lend(index, offset, capacity, nbytes)
+    if dtype == "uint8":  # strides in elements are strides in bytes, and numpy makes the view quicker than torch
+        return torch.from_numpy(np.ndarray(shape, np.uint8, memory, 0, stride))
+    return torch.from_numpy(memory).view(getattr(torch, dtype)).as_strided(shape, stride)
 
 
 def _attach(pid: int, fd_there: int, token: bytes) -> _Peer:

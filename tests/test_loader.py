@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import make_folder, make_records, write_store
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, default_collate, random_split
 
 from packshift import ImageFolderDataset, Loader, buffers, open_dataset
 from packshift import loader as loader_module
 from packshift.compiled import compiled
+from packshift.datasets import StoreDataset
 from packshift.errors import UsageError
-from packshift.gathering import Gathering
+from packshift.gathering import Gathering, GatheringQueue
 from packshift.transforms import Compose, RandomCrop, RandomHorizontalFlip, ToFloat
 
 COUNT = 103
@@ -46,7 +49,9 @@ def indices_of(batches: Iterator) -> list[int]:
 
 
 def loader_threads() -> int:
-    return sum(thread.name.startswith("packshift-loader") for thread in threading.enumerate())
+    """Of Python, and of C, which only Linux tells of."""
+    in_c = sum(comm.read_text() == "packshift-copy\n" for comm in Path("/proc/self/task").glob("*/comm"))
+    return in_c + sum(thread.name.startswith("packshift-loader") for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -118,11 +123,10 @@ class TestMemory:
     ) -> None:
         """The two tests above can fail: here the memory is given back while it is in use."""
 
-        class AtOnce:
-            def __init__(self, _: object, give_back: object, memory: object) -> None:
-                give_back(memory)
+        def at_once(memory: object, give_back: Callable[[object], None]) -> None:
+            give_back(memory)
 
-        monkeypatch.setattr(buffers.weakref, "finalize", AtOnce)
+        monkeypatch.setattr(buffers.weakref, "ref", at_once)
         batches = list(Loader(dataset, 4))
         assert not torch.equal(batches[0][0].permute(0, 2, 3, 1)[3], torch.from_numpy(RECORDS[3].pixels))
 
@@ -137,6 +141,34 @@ class TestMemory:
         gc.collect()
         assert len(places) <= 6
         assert 0 < pool.idle_bytes <= buffers.MOST_IDLE * 10 * 9 * 14 * 3
+
+    def test_what_is_in_flight_is_kept_for_the_next_epoch(
+        self, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pool = buffers.BufferPool()
+        monkeypatch.setattr(buffers, "_pool", pool)
+        indices_of(Loader(dataset, 5, drop_last=True, threads=3, prefetch=2))
+        assert buffers.MOST_IDLE < pool.idle_bytes / (5 * 9 * 14 * 3) <= 8
+
+    def test_most_of_what_was_held_goes_back_to_the_system(self) -> None:
+        pool = buffers.BufferPool()
+        held = [pool.take(1000) for _ in range(20)]
+        memory = [weakref.ref(buffer) for buffer in pool._lent]
+        held.clear()
+        assert pool.idle_bytes == buffers.MOST_IDLE * 1000
+        assert sum(buffer() is not None for buffer in memory) == buffers.MOST_IDLE
+
+    def test_the_smallest_that_fits_is_used_again(self) -> None:
+        pool = buffers.BufferPool()
+        places = {}
+        for nbytes in (4000, 1000, 2000):
+            places[nbytes] = pool.take(nbytes)
+        addresses = {nbytes: array.ctypes.data for nbytes, array in places.items()}
+        del places, nbytes
+        assert pool.take(1500).ctypes.data == addresses[2000]
+        kept = [pool.take(900), pool.take(900)]
+        assert [array.ctypes.data for array in kept] == [addresses[1000], addresses[2000]]
+        assert pool.take(900).ctypes.data != addresses[4000], "four times as large would be a waste"
 
     def test_in_process_dataloader_uses_memory_again_too(self, dataset: Dataset) -> None:
         places = {images.data_ptr() for _ in range(5) for images, _ in DataLoader(dataset, 10, drop_last=True)}
@@ -172,32 +204,44 @@ class TestThreads:
             next(batches)
         assert loader_threads() == 0
 
-    def test_leaving_the_loop_stops_the_threads(self, dataset: Dataset) -> None:
-        for _ in Loader(dataset, 4, threads=3):
-            assert loader_threads() == 3
+    @pytest.mark.parametrize("transform", [None, torch.clone])
+    def test_leaving_the_loop_stops_the_threads(self, dataset: Dataset, transform: Callable | None) -> None:
+        for _ in Loader(dataset, 4, threads=3, transform=transform):
+            if compiled() is not None or transform is not None:
+                assert loader_threads() == 3
             break
         gc.collect()
         assert loader_threads() == 0
 
     @pytest.mark.skipif(compiled() is None, reason="packshift was installed where there is no C compiler")
-    def test_a_loop_that_waits_takes_part(self, dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_loop_that_waits_takes_part_in_copying(self, dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
         taken_part = threading.Event()
-        in_thread = []
-        original = Gathering.take_part
+        finish = GatheringQueue.finish
 
-        def take_part(gathering: Gathering, threads: int = 1) -> bool:
+        def finish_after_the_loop(queue: GatheringQueue, gathering: Gathering) -> None:
             if threading.current_thread() is not threading.main_thread():
-                in_thread.append(gathering)
                 taken_part.wait(5)
-            elif gathering in in_thread:
+            finish(queue, gathering)
+            if threading.current_thread() is threading.main_thread():
                 taken_part.set()
-            return original(gathering, threads)
 
-        monkeypatch.setattr(Gathering, "take_part", take_part)
+        monkeypatch.setattr(GatheringQueue, "finish", finish_after_the_loop)
         monkeypatch.setattr(loader_module, "usable_cpus", lambda: 2)
-        monkeypatch.setattr(loader_module, "_MOMENT", 60)
-        assert indices_of(iter([next(iter(Loader(dataset, 10)))])) == list(range(10))
+        assert indices_of(iter([next(iter(Loader(dataset, 10, transform=torch.clone)))])) == list(range(10))
         assert taken_part.is_set()
+
+    @pytest.mark.skipif(compiled() is None, reason="packshift was installed where there is no C compiler")
+    def test_copying_needs_no_thread_of_python(self, dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(loader_module, "_start_threads", None)
+        assert indices_of(Loader(dataset, 10, threads=2)) == list(range(COUNT))
+        assert indices_of(Loader(Subset(dataset, [5, 7]), 1)) == [5, 7]
+
+    def test_a_child_that_was_forked_in_the_loop_ends(self, dataset: Dataset) -> None:
+        """As the workers of a DataLoader do that is used in a loop over a Loader."""
+        for _ in Loader(dataset, 20):
+            assert indices_of(DataLoader(dataset, 50, num_workers=2, multiprocessing_context="fork")) == list(
+                range(COUNT)
+            )
 
     def test_torch_keeps_its_number_of_threads(self, dataset: Dataset) -> None:
         before = torch.get_num_threads()
@@ -223,6 +267,50 @@ def test_pictures_straight_from_the_folder(tmp_path: Path) -> None:
     expected = default_collate([dataset[index] for index in range(10)])
     assert torch.equal(images, expected[0])
     assert torch.equal(labels, expected[1])
+
+
+class TestParts:
+    """Parts of a store are copied as the whole is."""
+
+    def test_subset_of_a_subset(self, dataset: Dataset) -> None:
+        part = Subset(Subset(dataset, range(10, 60)), [40, -1, 3, 3])
+        assert indices_of(Loader(part, 3)) == [50, 59, 13, 13]
+
+    def test_random_split(self, dataset: Dataset) -> None:
+        parts = random_split(dataset, [80, 23], torch.Generator().manual_seed(1))
+        assert sorted(indices_of(Loader(parts[0], 9, shuffle=True)) + indices_of(Loader(parts[1], 9))) == list(
+            range(COUNT)
+        )
+
+    def test_indices_from_the_end(self, dataset: Dataset) -> None:
+        assert indices_of(Loader(dataset, 2, sampler=[-1, 0, -COUNT])) == [COUNT - 1, 0, 0]
+
+    @pytest.mark.parametrize("wrong", [COUNT, -COUNT - 1])
+    def test_an_index_out_of_range_is_told_at_its_batch(self, dataset: Dataset, wrong: int) -> None:
+        for batches in (
+            iter(Loader(dataset, 1, sampler=[4, 2, wrong])),
+            iter(Loader(Subset(dataset, [4, 2, wrong]), 1)),
+        ):
+            assert indices_of([next(batches), next(batches)]) == [4, 2]
+            with pytest.raises(IndexError, match=f"{wrong} is out of range for {COUNT} items"):
+                next(batches)
+
+
+class Blank(StoreDataset):
+    def __getitems__(self, indices: Sequence[int]) -> list:
+        return [(image * 0, label) for image, label in super().__getitems__(indices)]
+
+
+class BlankItems(StoreDataset):
+    def __getitem__(self, index: int) -> tuple:
+        return super().__getitem__(index)[0] * 0, 0
+
+
+@pytest.mark.parametrize("kind", [Blank, BlankItems, partial(StoreDataset, transform=lambda image: image * 0)])
+def test_a_dataset_that_does_more_than_copy_is_asked(tmp_path: Path, kind: Callable) -> None:
+    dataset = kind(write_store(tmp_path / "store", "lmdb", RECORDS))
+    assert not any(images.any() for images, _ in Loader(dataset, 10))
+    assert not any(images.any() for images, _ in Loader(Subset(dataset, range(20)), 10))
 
 
 class Squares(Dataset):

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from helpers import make_records, write_store
 
-from packshift import open_dataset
+from packshift import Loader, open_dataset
 from packshift.cli import main
 from packshift.stores import _reader
 from packshift.stores._reader import Reader
@@ -53,6 +53,15 @@ def test_ranges_are_those_of_the_records_and_stop_when_the_cache_is_warm(
     faults[0] += 1
     reader.read_ahead(np.array([5]))
     assert len(reader._map.advice) == 3
+
+
+def test_every_batch_asks_for_its_records(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(Reader, "read_ahead", lambda _, positions: asked.append(positions.tolist()))
+    dataset = open_dataset(reader.path)
+    dataset.__getitems__([3, 5])
+    list(Loader(dataset, 2, sampler=[7, -1, 2]))
+    assert asked == [[3, 5], [7, 19], [2]]
 
 
 def test_a_store_larger_than_memory_is_read_without_the_kernels_read_ahead(
