@@ -13,6 +13,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, overload
@@ -38,12 +39,20 @@ class BatchSample(tuple[torch.Tensor, int]):
 class Batch(Sequence[BatchSample]):
     """Samples that lie in one tensor: `images` (B, C, H, W) uint8, channels last, and `labels` (B,) int64.
 
-    Behaves as a sequence of `(image, label)`, made as they are asked for; the images are views of `images`.
+    Behaves as a sequence of `(image, label)`, made as they are asked for; the images are views of the batch's memory.
     """
 
-    def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
-        self.images = images
-        self.labels = labels
+    def __init__(self, place: Place, labels: NDArray[np.int64]) -> None:
+        self._place = place
+        self._labels = labels
+
+    @cached_property
+    def images(self) -> torch.Tensor:
+        return self._place.finish(self._place.tensor)
+
+    @cached_property
+    def labels(self) -> torch.Tensor:
+        return torch.from_numpy(self._labels) if get_worker_info() is None else inline(self._labels)
 
     @property
     def parts(self) -> list[torch.Tensor]:
@@ -51,7 +60,7 @@ class Batch(Sequence[BatchSample]):
         return [self.images, self.labels]
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self._labels)
 
     @overload
     def __getitem__(self, index: int) -> BatchSample: ...
@@ -60,10 +69,10 @@ class Batch(Sequence[BatchSample]):
     def __getitem__(self, index: int | slice) -> BatchSample | list[BatchSample]:
         if isinstance(index, slice):
             return [self[position] for position in range(*index.indices(len(self)))]
-        return BatchSample((self.images[index], int(self.labels[index])))
+        return BatchSample((self._place.tensor[index], int(self._labels[index])))
 
     def __iter__(self) -> Iterator[BatchSample]:
-        return map(BatchSample, zip(self.images.unbind(), self.labels.tolist(), strict=True))
+        return map(BatchSample, zip(self._place.tensor.unbind(), self._labels.tolist(), strict=True))
 
     def __add__(self, other: Sequence[Any]) -> list[Any]:
         return [*self, *other]
@@ -101,16 +110,16 @@ class InlineTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # what torch documents for "no __torch_function__", though it types the name as a method
 
-    memory: NDArray[Any]
-    """What this is a tensor over, where `inline` has made it."""
+    memory: tuple[NDArray[Any], int]
+    """What this is a tensor over, and its address, where `inline` has made it."""
 
     @property
     def memory_as_made(self) -> NDArray[Any] | None:
-        """`memory`, where this is a tensor over all of it as `inline` has made it."""
-        memory: NDArray[Any] | None = getattr(self, "memory", None)
-        if memory is None or (memory.ctypes.data, memory.shape) != (self.data_ptr(), tuple(self.shape)):
+        """What this is a tensor over, where that is all of it as `inline` has made it."""
+        memory, address = getattr(self, "memory", (None, 0))
+        if memory is None or self.data_ptr() != address or self.shape != memory.shape:
             return None
-        return memory
+        return memory  # type: ignore[no-any-return]  # `getattr` does not know
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: Any = self.as_subclass(torch.Tensor)
@@ -123,7 +132,7 @@ class InlineTensor(torch.Tensor):
 def inline(memory: NDArray[Any]) -> InlineTensor:
     """A tensor over a flat array, sent without an operation of torch."""
     tensor = torch.from_numpy(memory).as_subclass(InlineTensor)
-    tensor.memory = memory
+    tensor.memory = memory, tensor.data_ptr()
     return tensor
 
 

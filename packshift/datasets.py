@@ -11,6 +11,7 @@ import operator
 import os
 import warnings
 from abc import abstractmethod
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -18,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
-from packshift.batches import Batch, BatchSample, Place, inline, place_for_images
+from packshift.batches import Batch, BatchSample, Place, place_for_images
 from packshift.compiled import compiled
 from packshift.errors import ImageError, NotAStoreError
 from packshift.gathering import Gathering, Rows
@@ -104,12 +105,8 @@ class PictureDataset(Dataset[Item]):
 
     def _positions(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """`_position` of each index, int64 (B,). All at once where they are plain: one by one costs as much as a gather."""
-        positions = np.array(indices)
-        plain = positions.dtype.kind in "iu" and positions.ndim == 1
-        positions = positions.astype(np.int64, copy=False) if plain else positions
-        if not plain or positions.view(np.uint64).max() >= len(self):  # as unsigned ones, those below 0 are large
-            positions = np.array([self._position(index) for index in indices], np.int64)
-        return positions
+        plain = _plain_positions(indices, len(self))
+        return np.array([self._position(index) for index in indices], np.int64) if plain is None else plain
 
     def _position(self, index: int) -> int:
         """`index` as 0 .. len - 1; accepts anything that is an integer, negative ones count from the end."""
@@ -123,6 +120,25 @@ class PictureDataset(Dataset[Item]):
         if not -count <= position < count:
             raise IndexError(f"index {position} is out of range for {count} items")
         return position % count
+
+
+def _plain_positions(indices: Sequence[int] | NDArray[np.int64], count: int) -> NDArray[np.int64] | None:
+    """(B,) int64; None where not all are integers from 0 to `count` - 1.
+
+    For a list, as DataLoader gives it, without what numpy does to find out what is in it: after a gather, when none of its
+    code is in the processor's cache, that takes three times as long.
+    """
+    if type(indices) is list:
+        try:
+            positions = np.frombuffer(array("q", indices), np.int64)
+        except (TypeError, OverflowError):
+            return None
+        return positions if min(indices) >= 0 and max(indices) < count else None
+    positions = np.asarray(indices)
+    if positions.dtype.kind not in "iu" or positions.ndim != 1:
+        return None
+    positions = positions.astype(np.int64, copy=False)
+    return positions if positions.view(np.uint64).max() < count else None  # as unsigned ones, those below 0 are large
 
 
 def _read_only_tensor(array: NDArray[np.uint8]) -> torch.Tensor:
@@ -207,7 +223,7 @@ class StoreDataset(PictureDataset):
             return None
         place = self._place(positions)
         rows.gather(positions, place.tensor)
-        return self._batch_in(place, positions)
+        return Batch(place, self.targets[positions])
 
     @property
     def _copies_batches(self) -> bool:
@@ -221,18 +237,12 @@ class StoreDataset(PictureDataset):
         rows = self._rows
         assert rows is not None  # whoever calls this has asked; not a user's data
         place = self._place(positions)
-        return Gathering(rows, positions, place.tensor), self._batch_in(place, positions)
+        return Gathering(rows, positions, place.tensor), Batch(place, self.targets[positions])
 
     def _place(self, positions: NDArray[np.int64]) -> Place:
         self._store.read_ahead(positions)
         assert self._shape is not None  # there are no rows without
         return place_for_images(len(positions), self._shape)
-
-    def _batch_in(self, place: Place, positions: NDArray[np.int64]) -> Batch:
-        labels = self.targets[positions]
-        return Batch(
-            place.finish(place.tensor), torch.from_numpy(labels) if get_worker_info() is None else inline(labels)
-        )
 
     @property
     def _rows(self) -> Rows | None:

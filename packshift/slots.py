@@ -32,7 +32,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from multiprocessing import util
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -67,7 +67,6 @@ class SlotTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # what torch documents for "no __torch_function__", though it types the name as a method
 
     _slot: _Slot
-    _made_as: tuple[Any, ...]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: Any = self.as_subclass(torch.Tensor)
@@ -87,6 +86,8 @@ class _Slot:
     index: int
     offset: int
     window: Window
+    address: int
+    nbytes: int = 0
     array: weakref.ref[NDArray[np.uint8]] | None = None
     has_memory: bool = False
     reference_sent: bool = False
@@ -104,6 +105,7 @@ class SlotRing:
         os.ftruncate(self.fd, _CONTROL)
         self._control = mmap.mmap(self.fd, _CONTROL)
         self._control[_TOKEN] = os.urandom(16)
+        self._place = os.getpid(), self.fd, bytes(self._control[_TOKEN])
         self._slots: list[_Slot] = []
         self._end = _CONTROL
         with open(f"/proc/{os.getpid()}/fd/{self.fd}", "rb"):
@@ -118,7 +120,8 @@ class SlotRing:
         if not slot.has_memory:
             slot.window.take_large_pages()
         array = slot.window.array(nbytes)
-        slot.array, slot.reference_sent, slot.has_memory = weakref.ref(array), False, True
+        slot.nbytes, slot.array = nbytes, weakref.ref(array)
+        slot.reference_sent, slot.has_memory = False, True
         if len(self._slots) > MOST_SPARE:
             self._trim()
         return slot, array
@@ -146,20 +149,20 @@ class SlotRing:
         capacity = -(-max(nbytes, 1) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         offset = place_after(self._end, capacity)
         os.ftruncate(self.fd, max(os.fstat(self.fd).st_size, file_size_for(offset, capacity)))
-        slot = _Slot(len(self._slots), offset, open_window(self.fd, offset, capacity))
+        window = open_window(self.fd, offset, capacity)
+        slot = _Slot(len(self._slots), offset, window, window.address)
         self._end = offset + capacity
         self._slots.append(slot)
         return slot
 
     def reference(self, slot: _Slot, tensor: torch.Tensor) -> tuple[Any, ...] | None:
-        """What the parent needs to find the batch; None where the slot no longer holds it alone, as it was made."""
-        if slot.reference_sent:
+        """What the parent needs to find the batch, once; None where `tensor` does not begin where the slot does."""
+        if slot.reference_sent or tensor.data_ptr() != slot.address:
             return None
         slot.reference_sent = True
         self._control[_STATES + slot.index] = _SENT
-        place = (os.getpid(), self.fd, bytes(self._control[_TOKEN]))
-        kind = (_name_of(tensor.dtype), tuple(tensor.shape), tensor.stride())
-        return (*place, slot.index, slot.offset, slot.window.capacity, tensor.nbytes, *kind)
+        layout = _name_of(tensor.dtype), tuple(tensor.shape), tensor.stride()
+        return (*self._place, slot.index, slot.offset, slot.window.capacity, slot.nbytes, *layout)
 
     def release_free_slots(self) -> None:
         """Give the memory of slots that nobody sees back to the system, whoever keeps them mapped.
@@ -219,16 +222,13 @@ def take_slot(nbytes: int) -> tuple[NDArray[np.uint8], Callable[[torch.Tensor], 
 
     def seal(tensor: torch.Tensor) -> torch.Tensor:
         sealed = tensor.as_subclass(SlotTensor)
-        sealed._slot, sealed._made_as = slot, _layout(sealed)
+        sealed._slot = slot
         return sealed
 
     return array, seal
 
 
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
+@cache
 def _name_of(dtype: torch.dtype) -> str:
     """Of a dtype in torch; pickled faster than the dtype."""
     return str(dtype).removeprefix("torch.")
@@ -238,7 +238,7 @@ def reference_to(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """In a worker: arguments for `rebuild` in the parent, once for a batch; None where it has to go torch's way."""
     slot = getattr(tensor, "_slot", None)
     ring = _own_ring()
-    if slot is None or ring is None or getattr(tensor, "_made_as", None) != _layout(tensor):
+    if slot is None or ring is None:
         return None
     return ring.reference(slot, tensor)
 

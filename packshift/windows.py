@@ -31,6 +31,10 @@ class Window:
     start: int
     capacity: int
 
+    @property
+    def address(self) -> int:
+        return _address_of(self.memory) + self.start
+
     def array(self, nbytes: int) -> NDArray[np.uint8]:
         """The first bytes, (nbytes,) uint8; keeps the map open."""
         array: NDArray[np.uint8] = np.frombuffer(self.memory, np.uint8, nbytes, self.start)

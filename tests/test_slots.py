@@ -326,6 +326,12 @@ def the_first_again(samples: Any) -> list:
     return _seen[0]
 
 
+def the_first_twice(samples: Any) -> list:
+    """Sends the same batch object with the first two messages, and lets go of it."""
+    _seen.append(default_collate(samples))
+    return _seen[0] if len(_seen) == 1 else _seen.pop(0)
+
+
 def changed_in_place(samples: Any) -> list:
     images, labels = default_collate(samples)
     images.add_(0)
@@ -372,6 +378,14 @@ class TestWhatUsersAdd:
         for images, labels in kept:
             assert check(images, labels) == list(range(10))
 
+    @pytest.mark.parametrize("gone", [0, 1])
+    def test_of_a_batch_sent_twice_one_can_go(self, lmdb_dataset: Dataset, gone: int) -> None:
+        batches = iter(workers(lmdb_dataset, count=1, batch_size=10, shuffle=False, collate_fn=the_first_twice))
+        kept = [next(batches), next(batches)]
+        del kept[gone]
+        assert len(list(batches)) == 13
+        assert check(*kept[0]) == list(range(10))
+
     def test_a_batch_that_was_resized_is_sent_as_it_is(self, lmdb_dataset: Dataset) -> None:
         loader = workers(lmdb_dataset, count=1, batch_size=10, drop_last=True, collate_fn=changed_in_place)
         assert all(images.shape == (2, 3, HEIGHT, WIDTH) for images, _ in loader)
@@ -392,7 +406,13 @@ class TestWhatUsersAdd:
         assert torch.equal(torch.cat([images for images, _ in kept]), expected)
         assert sum(slots_in_use()) > 0
 
-    @pytest.mark.parametrize("indices", [[], [2], [-1, 0], [np.int64(3)], [torch.tensor(3)], np.array([1, 2]), [True]])
+    @pytest.mark.parametrize(
+        "indices",
+        [
+            *([], [2], [-1, 0], [5, -COUNT], [np.int64(3)], [torch.tensor(3)], [True, 4], (3, 1), range(7)),
+            *(np.array([1, 2]), np.array([3], np.uint8), np.array([-2, 0], np.int32), torch.tensor([8, 4])),
+        ],
+    )
     def test_batched_reading_equals_reading_one_by_one(self, dataset: Dataset, indices: Any) -> None:
         batch = dataset.__getitems__(indices)
         assert len(batch) == len(indices)
@@ -402,8 +422,17 @@ class TestWhatUsersAdd:
 
     def test_indices_out_of_range(self, dataset: Dataset) -> None:
         for index in (COUNT, -COUNT - 1):
-            with pytest.raises(IndexError):
+            with pytest.raises(IndexError, match=f"index {index} is out of range for {COUNT} items"):
                 dataset.__getitems__([0, index])
+        with pytest.raises(IndexError):
+            dataset.__getitems__([2**70])
+
+    @pytest.mark.parametrize(
+        "indices", [[0, 1.0], [None], ["1"], [[0, 1]], np.array([0.0]), np.array([[0, 1]]), [slice(2)]]
+    )
+    def test_indices_that_are_none(self, dataset: Dataset, indices: Any) -> None:
+        with pytest.raises(TypeError, match="expected an integer"):
+            dataset.__getitems__(indices)
 
 
 def other_labels(batch: Any) -> Any:
@@ -424,6 +453,12 @@ def labels_made_shorter(batch: Any) -> Any:
     return parts
 
 
+def labels_put_elsewhere(batch: Any) -> Any:
+    parts = default_collate(batch)
+    parts[1].set_(torch.arange(len(batch)))
+    return parts
+
+
 def half_the_labels(batch: Any) -> Any:
     parts = default_collate(batch)
     parts[1] = parts[1][::2]
@@ -433,6 +468,24 @@ def half_the_labels(batch: Any) -> Any:
 def half_the_images(batch: Any) -> Any:
     parts = default_collate(batch)
     parts[0] = parts[0][::2]
+    return parts
+
+
+def images_turned_in_place(batch: Any) -> Any:
+    parts = default_collate(batch)
+    parts[0].transpose_(2, 3)
+    return parts
+
+
+def images_narrowed_in_place(batch: Any) -> Any:
+    parts = default_collate(batch)
+    parts[0].as_strided_((2, 3), (5, 1), 7)
+    return parts
+
+
+def images_put_elsewhere(batch: Any) -> Any:
+    parts = default_collate(batch)
+    parts[0].set_(torch.arange(7, dtype=torch.uint8))
     return parts
 
 
@@ -463,7 +516,9 @@ def the_same_twice(batch: Any) -> Any:
     "collate_fn",
     [
         *(default_collate, other_labels, labels_changed_in_place, labels_made_shorter, half_the_labels),
-        *(half_the_images, nothing_but_images, the_other_way_round, one_more, the_same_twice),
+        labels_put_elsewhere,
+        *(half_the_images, images_turned_in_place, images_narrowed_in_place, images_put_elsewhere),
+        *(nothing_but_images, the_other_way_round, one_more, the_same_twice),
     ],
 )
 def test_what_a_collate_fn_makes_of_the_list(lmdb_dataset: Dataset, collate_fn: Callable[[Any], Any]) -> None:

@@ -51,6 +51,7 @@ def test_each_window_holds_its_own_bytes(fd: int, monkeypatch: pytest.MonkeyPatc
         window.array(window.capacity)[:] = number
     there = [open_window(fd, *place) for place in places(fd)]
     for number, (window, other) in enumerate(zip(here, there, strict=True), 1):
+        assert window.address == window.array(1).ctypes.data
         assert filled(window, number)
         assert filled(other, number)
 
@@ -89,6 +90,15 @@ def test_no_address_will_do(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.pread(fd, 3, offset) == b"\5\5\5"
     assert os.pread(fd, 3, offset + capacity - 3) == b"\5\5\5"
     assert np.count_nonzero(np.frombuffer(os.pread(fd, offset, 0), np.uint8)) == 0
+
+
+def test_the_smallest_slot_that_has_room_is_taken() -> None:
+    ring = SlotRing()
+    taken = [ring.take(nbytes) for nbytes in (40_000, 80_000, 8000, 20_000)]
+    del taken
+    for nbytes, index in ((5000, 2), (9000, 3), (30_000, 0), (50_000, 1)):
+        slot, _ = ring.take(nbytes)
+        assert slot.index == index
 
 
 def test_a_small_slot_after_a_large_one_leaves_the_large_one_mappable() -> None:
