@@ -95,13 +95,12 @@ struct batch {
     struct batch *next;
 };
 
-static void *copy_pieces(void *argument)
+static void copy_until(struct batch *batch, const _Atomic int *stop)
 {
-    struct batch *batch = argument;
     size_t n = batch->n, count = batch->count;
     size_t piece = n < PIECE / TOGETHER ? PIECE / TOGETHER / (n ? n : 1) * TOGETHER : TOGETHER;
     size_t begin;
-    while ((begin = atomic_fetch_add(&batch->begun, piece)) < count) {
+    while (!atomic_load(stop) && (begin = atomic_fetch_add(&batch->begun, piece)) < count) {
         size_t end = count - begin < piece ? count : begin + piece;
         for (size_t place = begin; place < end; place += TOGETHER) {
             size_t together = end - place < TOGETHER ? end - place : TOGETHER;
@@ -114,6 +113,13 @@ static void *copy_pieces(void *argument)
 #ifdef __SSE2__
     _mm_sfence(); /* before anybody is told that the rows are there */
 #endif
+}
+
+static const _Atomic int never = 0;
+
+static void *copy_pieces(void *batch)
+{
+    copy_until(batch, &never);
     return NULL;
 }
 
@@ -147,21 +153,21 @@ struct queue {
     pthread_mutex_t lock;
     pthread_cond_t more, less; /* there is something to do; somebody has left a batch */
     struct batch *oldest;
-    int closing;
+    _Atomic int closing;
     size_t running;
     pthread_t threads[];
 };
 
 /* Take part in a batch; with the lock, which is given back meanwhile. */
-static void take_part(struct queue *queue, struct batch *batch)
+static void take_part(struct queue *queue, struct batch *batch, const _Atomic int *stop)
 {
     batch->taking_part++;
     pthread_mutex_unlock(&queue->lock);
-    copy_pieces(batch);
+    copy_until(batch, stop);
     pthread_mutex_lock(&queue->lock);
     batch->taking_part--;
     for (struct batch **place = &queue->oldest; *place != NULL; place = &(*place)->next)
-        if (*place == batch) { /* all of it has been begun */
+        if (*place == batch) { /* all of it has been begun, or the threads are ending */
             *place = batch->next;
             break;
         }
@@ -177,9 +183,9 @@ static void *copy_batches(void *argument)
     pthread_setname_np(pthread_self(), "packshift-copy");
 #endif
     pthread_mutex_lock(&queue->lock);
-    while (!queue->closing)
+    while (!atomic_load(&queue->closing))
         if (queue->oldest != NULL)
-            take_part(queue, queue->oldest);
+            take_part(queue, queue->oldest, &queue->closing);
         else
             pthread_cond_wait(&queue->more, &queue->lock);
     pthread_mutex_unlock(&queue->lock);
@@ -204,7 +210,7 @@ PUBLIC struct queue *open_queue(size_t threads)
     return queue;
 }
 
-/* Have a batch copied, which stays where it is in memory until `finish` or `close_queue`. Gives 0, and does nothing, where a
+/* Have a batch copied, which stays where it is in memory until `finish` or `free_queue`. Gives 0, and does nothing, where a
    position is not one of `length`. */
 PUBLIC int32_t hand_over(struct queue *queue, struct batch *batch)
 {
@@ -224,22 +230,31 @@ PUBLIC int32_t hand_over(struct queue *queue, struct batch *batch)
 PUBLIC void finish(struct queue *queue, struct batch *batch)
 {
     pthread_mutex_lock(&queue->lock);
-    take_part(queue, batch);
+    take_part(queue, batch, &never);
     while (batch->taking_part > 0)
         pthread_cond_wait(&queue->less, &queue->lock);
     pthread_mutex_unlock(&queue->lock);
 }
 
-/* Come back when the threads have ended, each after the piece that it was copying. Nobody else may use the queue meanwhile. */
-PUBLIC void close_queue(struct queue *queue)
+/* Come back when the threads have ended, each after the piece that it was copying. Whoever waits for a batch copies it, also
+   one that is handed over afterwards. */
+PUBLIC void end_threads(struct queue *queue)
 {
     pthread_mutex_lock(&queue->lock);
-    queue->closing = 1;
-    for (struct batch *batch = queue->oldest; batch != NULL; batch = batch->next)
-        atomic_store(&batch->begun, batch->count); /* what nobody has begun is not wanted any more */
+    atomic_store(&queue->closing, 1);
+    size_t running = queue->running;
+    queue->running = 0;
     pthread_cond_broadcast(&queue->more);
     pthread_mutex_unlock(&queue->lock);
-    while (queue->running > 0)
-        pthread_join(queue->threads[--queue->running], NULL);
+    while (running > 0)
+        pthread_join(queue->threads[--running], NULL);
+}
+
+/* Its threads have ended, and nobody is going to use it. */
+PUBLIC void free_queue(struct queue *queue)
+{
+    pthread_cond_destroy(&queue->more);
+    pthread_cond_destroy(&queue->less);
+    pthread_mutex_destroy(&queue->lock);
     free(queue);
 }

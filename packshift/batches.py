@@ -54,6 +54,9 @@ class Batch(Sequence[BatchSample]):
     def labels(self) -> torch.Tensor:
         return torch.from_numpy(self._labels) if get_worker_info() is None else inline(self._labels)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _batch_of, (self.images, self.labels)
+
     @property
     def parts(self) -> list[torch.Tensor]:
         """What `default_collate` makes of it."""
@@ -79,6 +82,10 @@ class Batch(Sequence[BatchSample]):
 
     def __radd__(self, other: Sequence[Any]) -> list[Any]:
         return [*other, *self]
+
+
+def _batch_of(images: torch.Tensor, labels: torch.Tensor) -> Batch:
+    return Batch(Place(images, _as_it_is), labels.numpy())
 
 
 def _collate_samples(batch: Sequence[Any], *, collate_fn_map: Any = None) -> list[Any]:
@@ -117,7 +124,8 @@ class InlineTensor(torch.Tensor):
     def memory_as_made(self) -> NDArray[Any] | None:
         """What this is a tensor over, where that is all of it as `inline` has made it."""
         memory, address = getattr(self, "memory", (None, 0))
-        if memory is None or self.data_ptr() != address or self.shape != memory.shape:
+        as_made = self.data_ptr() == address and self.is_contiguous()
+        if memory is None or not as_made or self.shape != memory.shape:
             return None
         return memory  # type: ignore[no-any-return]  # `getattr` does not know
 

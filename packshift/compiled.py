@@ -58,9 +58,9 @@ def compiled() -> ctypes.CDLL | None:
     batch = POINTER(BatchStruct)
     library.gather.argtypes = [batch, c_size_t]
     library.open_queue.argtypes = [c_size_t]
-    library.close_queue.argtypes = [c_void_p]
+    library.end_threads.argtypes = library.free_queue.argtypes = [c_void_p]
     library.hand_over.argtypes = library.finish.argtypes = [c_void_p, batch]
     library.resample.restype = library.gather.restype = library.hand_over.restype = c_int32
     library.open_queue.restype = c_void_p
-    library.finish.restype = library.close_queue.restype = None
+    library.finish.restype = library.end_threads.restype = library.free_queue.restype = None
     return library

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import weakref
@@ -83,8 +84,8 @@ class Gathering:
 class GatheringQueue:
     """Threads that gather, in the order in which batches are handed over, and never need the interpreter for it.
 
-    Whoever waits for a batch takes part in it. In a child that was forked meanwhile, which has no such threads, it copies
-    all of it. `close` before the last reference goes, or at the end of the process: nothing is copied afterwards.
+    Whoever waits for a batch takes part in it. In a child that was forked meanwhile, which has no such threads, and after
+    `close` it copies all of it.
     """
 
     def __init__(self, threads: int) -> None:
@@ -95,10 +96,18 @@ class GatheringQueue:
             raise MemoryError(f"no memory for a queue of {threads} threads")
         self._library, self._queue, self._owner = library, queue, os.getpid()
         self._in_queue: set[Gathering] = set()  # what is copied from and to has to stay
-        self._end = weakref.finalize(self, _close, library, queue, self._in_queue, self._owner)
+        weakref.finalize(self, _free, library, queue, self._in_queue, self._owner).atexit = False
+        _open_queues.add(self)
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a child of the process whose threads these are."""
+        return os.getpid() != self._owner
 
     def hand_over(self, gathering: Gathering) -> None:
         """Have a batch copied. Raises IndexError as `Rows.gather` does."""
+        if self.is_inherited:
+            return
         self._in_queue.add(gathering)
         if not self._library.hand_over(self._queue, gathering.batch):
             self._in_queue.discard(gathering)
@@ -106,20 +115,33 @@ class GatheringQueue:
 
     def finish(self, gathering: Gathering) -> None:
         """Come back when all rows of a batch that was handed over are there."""
-        if os.getpid() != self._owner:
+        if self.is_inherited:
             gathering.run()
-            return
-        self._library.finish(self._queue, gathering.batch)
+        else:
+            self._library.finish(self._queue, gathering.batch)
         self._in_queue.discard(gathering)
 
     def close(self) -> None:
-        """End the threads; what was not finished is not copied any more. Nobody may be in `finish`."""
-        self._end()
+        """End the threads."""
+        if not self.is_inherited:
+            self._library.end_threads(self._queue)
 
 
-def _close(library: ctypes.CDLL, queue: int, in_queue: set[Gathering], owner: int) -> None:
+_open_queues: weakref.WeakSet[GatheringQueue] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Before what is copied from and to goes with the interpreter. A thread of Python may still be in a queue's `finish`, so
+    none is freed."""
+    for queue in list(_open_queues):
+        queue.close()
+
+
+def _free(library: ctypes.CDLL, queue: int, in_queue: set[Gathering], owner: int) -> None:
     if os.getpid() == owner:
-        library.close_queue(queue)
+        library.end_threads(queue)
+        library.free_queue(queue)
     in_queue.clear()
 
 

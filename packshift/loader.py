@@ -9,10 +9,12 @@ took four fifths of the speed).
 from __future__ import annotations
 
 import operator
+import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -139,8 +141,7 @@ class Loader:
         """One batch, from what the dataset gives."""
         batch = read()
         if self.transform is not None:
-            images, *rest = batch
-            batch = [apply(self.transform, images, self._generator(epoch, number + 1)), *rest]
+            batch = _with_images(batch, partial(apply, self.transform, generator=self._generator(epoch, number + 1)))
         return pin(batch) if self.pin_memory and torch.cuda.is_available() else batch
 
     def _generator(self, epoch: int, number: int = 0) -> torch.Generator:
@@ -167,7 +168,7 @@ class _Making:
     """
 
     def __init__(self, loader: Loader, epoch: int) -> None:
-        self._loader, self._epoch = loader, epoch
+        self._loader, self._epoch, self._owner = loader, epoch, os.getpid()
         store, self._indices = _seen_through(loader.dataset)
         self._store = store if store is not None and store._copies_batches else None
         shared_pool().keep(loader.threads * loader.prefetch + 2)  # and one that is read, one in the loop's hand
@@ -190,10 +191,17 @@ class _Making:
             if loader._only_reads:
                 return _Task(read)
         make = partial(loader._finished, read, self._epoch, number)
+        if self._is_inherited:
+            return _Task(make)  # in a pool without threads it would only be kept
         if self._pool is None:
             self._pool = _start_threads(loader.threads)
             self._lend_a_hand = loader.threads < usable_cpus()
         return _Task(make, gathering, self._pool.submit(make))
+
+    @property
+    def _is_inherited(self) -> bool:
+        """Whether this is a child that was forked in the loop: threads have stayed in its parent."""
+        return os.getpid() != self._owner
 
     def _begin_to_copy(self, indices: NDArray[np.int64]) -> tuple[Gathering, Batch] | None:
         if self._store is None or self._queue is None:
@@ -219,7 +227,7 @@ class _Making:
         the oldest is done, nothing here gives the interpreter lock to a thread.
         """
         oldest = waiting.popleft()
-        if oldest.future is None:
+        if oldest.future is None or (self._is_inherited and not oldest.future.done()):
             return oldest.make()
         if self._lend_a_hand and not oldest.future.done():
             if self._queue is not None and oldest.gathering is not None and not oldest.gathering.all_begun:
@@ -229,10 +237,22 @@ class _Making:
         return oldest.future.result()
 
     def close(self) -> None:
-        if self._pool is not None:
+        if self._pool is not None and not self._is_inherited:
             self._pool.shutdown(cancel_futures=True)
         if self._queue is not None:
             self._queue.close()
+
+
+def _with_images(batch: Any, transform: Callable[[Any], Any]) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return transform(batch)
+    if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch):
+        images, *rest = batch
+        return [transform(images), *rest]
+    raise TypeError(
+        f"transform is called with the images of a batch, expected [images, ...] or images, and the dataset's batches are "
+        f"{type(batch).__name__}: transform them in the loop"
+    )
 
 
 def _raise(error: Exception) -> None:
@@ -272,7 +292,7 @@ def _seen_through(dataset: Any) -> tuple[StoreDataset | None, NDArray[np.int64] 
 
 
 def _collated(dataset: Any, indices: NDArray[np.int64]) -> list[Any]:
-    if isinstance(dataset, PictureDataset):
+    if isinstance(dataset, PictureDataset) and type(dataset).__getitems__ is PictureDataset.__getitems__:
         items: Any = dataset.__getitems__(indices)
     elif callable(getattr(dataset, "__getitems__", None)):
         items = dataset.__getitems__(indices.tolist())
@@ -295,11 +315,17 @@ def _start_threads(count: int) -> ThreadPoolExecutor:
     def prepare() -> None:
         torch.get_num_threads()
         torch.set_num_threads(1)
-        ready.wait()
+        with suppress(threading.BrokenBarrierError):  # told by whoever broke it
+            ready.wait()
 
     pool = ThreadPoolExecutor(count, thread_name_prefix="packshift-loader", initializer=prepare)
-    for _ in range(count):
-        pool.submit(int)  # starts one more thread, as the ones before wait for the others
+    try:
+        for _ in range(count):
+            pool.submit(int)  # starts one more thread, as the ones before wait for the others
+    except RuntimeError as error:
+        ready.abort()
+        pool.shutdown()
+        raise RuntimeError(f"Loader: the system does not give {count} threads ({error}): use fewer") from error
     ready.wait()
     torch.set_num_threads(before)
     return pool

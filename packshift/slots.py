@@ -110,10 +110,15 @@ class SlotRing:
         self._end = _CONTROL
         with open(f"/proc/{os.getpid()}/fd/{self.fd}", "rb"):
             pass  # what the parent is going to do; where it cannot be done, say so now
+        self._lock = threading.Lock()
         util.Finalize(None, _wait_for_senders, exitpriority=110)
         util.Finalize(None, self.release_free_slots, exitpriority=100)
 
     def take(self, nbytes: int) -> tuple[_Slot, NDArray[np.uint8]] | None:
+        with self._lock:  # a worker may make batches on threads of its own
+            return self._take(nbytes)
+
+    def _take(self, nbytes: int) -> tuple[_Slot, NDArray[np.uint8]] | None:
         slot = self._free_slot(nbytes) or self._new_slot(nbytes)
         if slot is None:
             return None
@@ -195,17 +200,20 @@ def _wait_for_senders() -> None:
 
 _ring: SlotRing | None = None
 _ring_owner = 0
+_ring_lock = threading.Lock()
 
 
 def _own_ring() -> SlotRing | None:
     """The ring of this worker process; None where the system has no memfd or no /proc."""
     global _ring, _ring_owner
     if _ring_owner != os.getpid():
-        _ring_owner = os.getpid()
-        try:
-            _ring = SlotRing() if hasattr(os, "memfd_create") else None
-        except OSError:
-            _ring = None
+        with _ring_lock:
+            if _ring_owner != os.getpid():
+                try:
+                    _ring = SlotRing() if hasattr(os, "memfd_create") else None
+                except OSError:
+                    _ring = None
+                _ring_owner = os.getpid()
     return _ring
 
 
@@ -409,8 +417,8 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _peers_lock
-    _peers_lock = threading.Lock()
+    global _peers_lock, _ring_lock
+    _peers_lock, _ring_lock = threading.Lock(), threading.Lock()
     _peers.clear()
     if _watch_of_this_fork is not None:
         _inherited_writers.append(_watch_of_this_fork.writer)  # stays open as long as this process lives

@@ -185,6 +185,16 @@ class TestQueue:
         assert batches.is_there(0)
         assert batches.is_there(1)
 
+    def test_at_the_end_of_the_process_threads_of_python_may_go_on(self) -> None:
+        batches, queue = Batches(3), GatheringQueue(2)
+        queue.hand_over(batches.gatherings[0])
+        queue.hand_over(batches.gatherings[1])
+        gathering._close_all()
+        queue.hand_over(batches.gatherings[2])
+        for number in (2, 0, 1):
+            queue.finish(batches.gatherings[number])
+            assert batches.is_there(number)
+
     @pytest.mark.parametrize("position", [-1, 50])
     def test_a_position_outside(self, queue: GatheringQueue, position: int) -> None:
         out = torch.zeros((2, 12_288), dtype=torch.uint8)

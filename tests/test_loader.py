@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import make_folder, make_records, write_store
@@ -191,6 +196,32 @@ class TestTransform:
         assert labels.tolist() == [0, 1, 2, 0]
 
 
+class Pictures(Dataset):
+    """Batches that are no list of parts."""
+
+    def __init__(self, kind: Callable) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> object:
+        return self.kind(torch.full((3, 2, 2), index))
+
+
+def test_a_transform_where_images_are_all_there_is() -> None:
+    batches = list(Loader(Pictures(torch.clone), 2, transform=lambda images: images.float() + images.shape[0]))
+    assert [(tuple(batch.shape), batch.unique().tolist()) for batch in batches] == [
+        ((2, 3, 2, 2), [2.0, 3.0]),
+        ((2, 3, 2, 2), [4.0, 5.0]),
+    ]
+
+
+def test_a_transform_where_it_cannot_know_the_images() -> None:
+    with pytest.raises(TypeError, match="the dataset's batches are dict: transform them in the loop"):
+        list(Loader(Pictures(lambda picture: {"image": picture}), 2, transform=torch.clone))
+
+
 class TestThreads:
     def test_an_error_reaches_the_loop_at_its_batch(self, dataset: Dataset) -> None:
         def fail_on_the_third(images: torch.Tensor) -> torch.Tensor:
@@ -242,6 +273,62 @@ class TestThreads:
             assert indices_of(DataLoader(dataset, 50, num_workers=2, multiprocessing_context="fork")) == list(
                 range(COUNT)
             )
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+    @pytest.mark.parametrize("transform", [None, torch.Tensor.detach])
+    def test_a_forked_child_can_go_on_with_the_loop(self, dataset: Dataset, transform: Callable | None) -> None:
+        batches = iter(Loader(dataset, 4, threads=2, transform=transform))
+        next(batches)
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.alarm(60)  # ends a child that waits for threads of its parent
+                # not torch, which waits for threads that a forked child lacks
+                pictures = [image for images, _ in batches for image in images.permute(0, 2, 3, 1).numpy()]
+                expected = [record.pixels for record in RECORDS[4:]]
+                right = all(np.array_equal(*pair) for pair in zip(pictures, expected, strict=True))
+                del batches
+                gc.collect()
+                os._exit(0 if right else 1)
+            finally:
+                os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        assert indices_of(batches) == list(range(4, COUNT))
+
+    def test_the_process_ends_while_a_daemon_iterates(self, tmp_path: Path) -> None:
+        path = write_store(tmp_path / "store", "lmdb", RECORDS)
+        script = f"""
+import threading, time
+from packshift import Loader, open_dataset
+dataset, batches = open_dataset({str(path)!r}), [0]
+def iterate():
+    while True:
+        for _ in Loader(dataset, 2, threads=4, prefetch=4):
+            batches[0] += 1
+for _ in range(4):
+    threading.Thread(target=iterate, daemon=True).start()
+while batches[0] < 200:
+    time.sleep(0.01)
+"""
+        ended = subprocess.run([sys.executable, "-c", script], timeout=120, capture_output=True, text=True)
+        stopped_in_torch = (
+            ended.stderr == "terminate called without an active exception\n"
+        )  # of any daemon that uses it
+        assert ended.returncode == (-signal.SIGABRT if stopped_in_torch else 0), ended.stderr
+
+    def test_no_more_threads(self, dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+        start = threading.Thread.start
+
+        def start_two(thread: threading.Thread) -> None:
+            if loader_threads() == 2:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_two)
+        with pytest.raises(RuntimeError, match=r"does not give 5 threads .*use fewer"):
+            list(Loader(dataset, 4, threads=5, transform=torch.clone))
+        gc.collect()
+        assert loader_threads() == 0
 
     def test_torch_keeps_its_number_of_threads(self, dataset: Dataset) -> None:
         before = torch.get_num_threads()
@@ -299,6 +386,16 @@ class TestParts:
 class Blank(StoreDataset):
     def __getitems__(self, indices: Sequence[int]) -> list:
         return [(image * 0, label) for image, label in super().__getitems__(indices)]
+
+
+class Twice(StoreDataset):
+    def __getitems__(self, indices: Sequence[int]) -> Sequence:
+        return super().__getitems__(indices + indices) if indices else []
+
+
+def test_a_dataset_is_asked_for_a_list_as_by_the_stock_loader(tmp_path: Path) -> None:
+    dataset = Twice(write_store(tmp_path / "store", "lmdb", RECORDS))
+    assert indices_of(Loader(dataset, 2, sampler=[3, 5])) == [3, 5, 3, 5]
 
 
 class BlankItems(StoreDataset):

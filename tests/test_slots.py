@@ -346,11 +346,28 @@ def copied_and_pickled(samples: Any) -> list:
     return [copy.copy(images), labels]
 
 
+def as_it_is(samples: Any) -> Any:
+    return samples
+
+
+def in_a_tuple(samples: Any) -> Any:
+    return samples, len(samples)
+
+
 class TestWhatUsersAdd:
     def test_a_collate_function_gets_a_sequence_of_samples(self, dataset: Dataset) -> None:
         for length, samples in workers(dataset, collate_fn=as_list):
             assert length == len(samples)
             check(torch.stack([image for image, _ in samples]), torch.tensor([label for _, label in samples]))
+
+    @pytest.mark.parametrize("collate", [as_it_is, in_a_tuple])
+    def test_a_collate_function_may_give_back_what_it_got(self, dataset: Dataset, collate: Callable) -> None:
+        kept = list(workers(dataset, collate_fn=collate))
+        for batch in [batch if collate is as_it_is else batch[0] for batch in kept]:
+            check(torch.stack([image for image, _ in batch]), torch.tensor([label for _, label in batch]))
+            check(*default_collate(batch))
+        batch = pickle.loads(pickle.dumps(dataset.__getitems__([4, 9])))
+        assert check(*default_collate(batch)) == [4, 9]
 
     def test_a_batch_behaves_as_a_list(self, dataset: Dataset) -> None:
         batch = dataset.__getitems__([4, 9, 2])
@@ -453,6 +470,12 @@ def labels_made_shorter(batch: Any) -> Any:
     return parts
 
 
+def labels_all_the_first(batch: Any) -> Any:
+    parts = default_collate(batch)
+    parts[1].as_strided_(parts[1].shape, (0,))
+    return parts
+
+
 def labels_put_elsewhere(batch: Any) -> Any:
     parts = default_collate(batch)
     parts[1].set_(torch.arange(len(batch)))
@@ -516,7 +539,7 @@ def the_same_twice(batch: Any) -> Any:
     "collate_fn",
     [
         *(default_collate, other_labels, labels_changed_in_place, labels_made_shorter, half_the_labels),
-        labels_put_elsewhere,
+        *(labels_put_elsewhere, labels_all_the_first),
         *(half_the_images, images_turned_in_place, images_narrowed_in_place, images_put_elsewhere),
         *(nothing_but_images, the_other_way_round, one_more, the_same_twice),
     ],

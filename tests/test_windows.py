@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +101,22 @@ def test_the_smallest_slot_that_has_room_is_taken() -> None:
     for nbytes, index in ((5000, 2), (9000, 3), (30_000, 0), (50_000, 1)):
         slot, _ = ring.take(nbytes)
         assert slot.index == index
+
+
+def test_threads_of_a_worker_take_slots_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring, look = SlotRing(), SlotRing._free_slot
+
+    def look_long(ring: SlotRing, nbytes: int) -> object:
+        slot = look(ring, nbytes)
+        time.sleep(0.005)
+        return slot
+
+    monkeypatch.setattr(SlotRing, "_free_slot", look_long)
+    for _ in range(2):  # new slots, and free ones
+        with ThreadPoolExecutor(8) as pool:
+            taken = list(pool.map(ring.take, [5000] * 8))
+        assert len({slot.index for slot, _ in taken}) == len({slot.offset for slot, _ in taken}) == 8
+        del taken
 
 
 def test_a_small_slot_after_a_large_one_leaves_the_large_one_mappable() -> None:
