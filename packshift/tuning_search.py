@@ -17,7 +17,7 @@ NOISE = 0.05
 """Speeds that differ by less than this share count as the same."""
 
 MOST_TRIALS = 48
-"""More than any walk has needed; a machine that answers at random must not keep it busy for ever."""
+"""Hardly a walk needs as many; a machine that answers at random must not keep it busy for ever."""
 
 _ROUNDS = 3
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers import make_folder
+from hypothesis import settings
 
 from packshift import convert, pool
 from packshift.stores import format_names, get_format
@@ -16,6 +17,12 @@ multiprocessing.set_forkserver_preload(["torch"])  # once a session, not once a 
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # run with & or nohup: the commands tested would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# The same examples at every run; others with --hypothesis-profile=random.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("random", derandomize=False)
+settings.load_profile("same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from helpers import formula_picture, save
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 from users_things import Deadly, Noise, Step, names_only
@@ -129,6 +129,14 @@ MACHINES = st.builds(
     loaders=st.sampled_from([("dataloader",), ("dataloader", "threads")]),
     wrong=st.floats(0.85, 1.15),
 )
+@example(  # which takes as many trials as there may be
+    machine=Machine(100, 1.5, 45, cost_s=0.0625, sending_s=0, per_batch_s=0, step_s=0, cpus=2),
+    limit=1018,
+    target=136,
+    most=16,
+    loaders=("dataloader", "threads"),
+    wrong=0.875,
+)
 def test_the_walk_on_any_machine(
     machine: Machine, limit: int, target: int, most: int, loaders: tuple[str, ...], wrong: float
 ) -> None:
@@ -147,7 +155,7 @@ def test_the_walk_on_any_machine(
     best = max((speed_of(trial) for trial in grid if space.fits(trial)), default=0.0)
     different = {trial.configuration for trial in trials}
     assert len(trials) - len(different) <= 6
-    assert len(different) < MOST_TRIALS
+    assert len(different) <= MOST_TRIALS
     if len(grid) > 60:
         assert len(trials) <= len(grid) / 3
     if chosen is None:
