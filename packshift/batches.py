@@ -123,11 +123,12 @@ class InlineTensor(torch.Tensor):
     @property
     def memory_as_made(self) -> NDArray[Any] | None:
         """What this is a tensor over, where that is all of it as `inline` has made it."""
-        memory, address = getattr(self, "memory", (None, 0))
+        made: tuple[NDArray[Any] | None, int] = getattr(self, "memory", (None, 0))
+        memory, address = made
         as_made = self.data_ptr() == address and self.is_contiguous()
         if memory is None or not as_made or self.shape != memory.shape:
             return None
-        return memory  # type: ignore[no-any-return]  # `getattr` does not know
+        return memory
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: Any = self.as_subclass(torch.Tensor)

@@ -183,7 +183,7 @@ class _Making:
         gathering = None
         try:
             begun = self._begin_to_copy(indices)
-        except Exception as error:  # noqa: BLE001  # raised when it is this batch's turn
+        except Exception as error:  # noqa: BLE001  # raised in the loop when it is this batch's turn: those before it are right
             return _Task(partial(_raise, error))
         if begun is not None:
             gathering, batch = begun

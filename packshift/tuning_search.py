@@ -16,8 +16,8 @@ from packshift.forecast_results import Configuration, TuningTrial
 NOISE = 0.05
 """Speeds that differ by less than this share count as the same."""
 
-MOST_TRIALS = 48
-"""Hardly a walk needs as many; a machine that answers at random must not keep it busy for ever."""
+MOST_TRIALS = 64
+"""More than any walk has needed; a machine that answers at random must not keep it busy for ever."""
 
 _ROUNDS = 3
 

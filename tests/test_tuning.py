@@ -129,7 +129,7 @@ MACHINES = st.builds(
     loaders=st.sampled_from([("dataloader",), ("dataloader", "threads")]),
     wrong=st.floats(0.85, 1.15),
 )
-@example(  # which takes as many trials as there may be
+@example(  # whose walk takes 48 trials or more
     machine=Machine(100, 1.5, 45, cost_s=0.0625, sending_s=0, per_batch_s=0, step_s=0, cpus=2),
     limit=1018,
     target=136,
@@ -155,7 +155,7 @@ def test_the_walk_on_any_machine(
     best = max((speed_of(trial) for trial in grid if space.fits(trial)), default=0.0)
     different = {trial.configuration for trial in trials}
     assert len(trials) - len(different) <= 6
-    assert len(different) <= MOST_TRIALS
+    assert len(different) < MOST_TRIALS
     if len(grid) > 60:
         assert len(trials) <= len(grid) / 3
     if chosen is None:
