@@ -48,10 +48,12 @@ class Batch(Sequence[BatchSample]):
 
     @cached_property
     def images(self) -> torch.Tensor:
+        """(B, C, H, W) uint8, channels last; in a worker a `SlotTensor`, which is sent as a reference, where it has a slot."""
         return self._place.finish(self._place.tensor)
 
     @cached_property
     def labels(self) -> torch.Tensor:
+        """(B,) int64; in a worker an `InlineTensor`."""
         return torch.from_numpy(self._labels) if get_worker_info() is None else inline(self._labels)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -222,7 +224,7 @@ def place_for_images(count: int, shape: tuple[int, int, int]) -> Place:
     nbytes = height * width * channels
     sizes, strides = (count, channels, height, width), (nbytes, 1, width * channels, channels)
     memory, finish = _memory_for(count * nbytes)
-    if isinstance(memory, np.ndarray):  # numpy makes this view in a tenth of the time that torch takes
+    if isinstance(memory, np.ndarray):  # numpy makes this view in a quarter of the time that torch takes
         return Place(torch.from_numpy(np.ndarray(sizes, np.uint8, memory, 0, strides)), finish)
     return Place(memory.as_strided(sizes, strides), finish)
 

@@ -240,6 +240,7 @@ class StoreDataset(PictureDataset):
         return Gathering(rows, positions, place.tensor), Batch(place, self.targets[positions])
 
     def _place(self, positions: NDArray[np.int64]) -> Place:
+        """Memory for the images at `positions`; has them read from the disk meanwhile, where that is waited for."""
         self._store.read_ahead(positions)
         assert self._shape is not None  # there are no rows without
         return place_for_images(len(positions), self._shape)

@@ -169,7 +169,7 @@ def test_the_monitor_example_runs(said: dict[str, tuple[str, str]]) -> None:
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux", reason="the command shown there finds processes with pgrep, which is a tool of Linux"
+    sys.platform != "linux", reason="the command finds processes with pgrep, as Linux has it"
 )
 def test_the_watching_command_runs(folder: Path) -> None:
     (folder / "train.py").write_text("import time; time.sleep(60)")
