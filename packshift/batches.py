@@ -48,7 +48,7 @@ class Batch(Sequence[BatchSample]):
 
     @cached_property
     def images(self) -> torch.Tensor:
-        """(B, C, H, W) uint8, channels last; in a worker a `SlotTensor`, which is sent as a reference, where it has a slot."""
+        """(B, C, H, W) uint8, channels last; in a worker a `SlotTensor` where there is a slot, sent as a reference."""
         return self._place.finish(self._place.tensor)
 
     @cached_property

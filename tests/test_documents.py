@@ -168,9 +168,7 @@ def test_the_monitor_example_runs(said: dict[str, tuple[str, str]]) -> None:
     assert [line.split(":")[1] for line in errors.splitlines()] == [" 100 steps", " 200 steps"]
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="the command finds processes with pgrep, as Linux has it"
-)
+@pytest.mark.skipif(sys.platform != "linux", reason="the command finds processes with pgrep, as Linux has it")
 def test_the_watching_command_runs(folder: Path) -> None:
     (folder / "train.py").write_text("import time; time.sleep(60)")
     training = subprocess.Popen([sys.executable, str(folder / "train.py")])
