@@ -147,7 +147,7 @@ def torchs_gather(rows: np.ndarray, positions: np.ndarray, out: np.ndarray) -> N
 
 
 def packshifts_gather(rows: np.ndarray, positions: np.ndarray, out: np.ndarray) -> None:
-    Rows(torch.from_numpy(rows)).gather(positions, torch.from_numpy(out))
+    Rows(rows).gather(positions, out)
 
 
 def gather(folder: Path, side: int, count: int, batch_size: int, function: Gather) -> Iterator[torch.Tensor]:

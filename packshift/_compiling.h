@@ -1,13 +1,11 @@
 /* What all of the C here has in common. */
 
-#define INTERFACE 4 /* to be raised, here and in compiled.py, with every change to what is called from there */
+#define INTERFACE 5 /* to be raised, here and in compiled.py, with every change to what Python sees */
 
 #if defined(__GNUC__)
 #define INLINE static inline __attribute__((always_inline))
-#define PUBLIC __attribute__((visibility("default")))
 #else
 #define INLINE static inline
-#define PUBLIC
 #endif
 
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12

@@ -1,4 +1,4 @@
-/* What packshift/gathering.py calls through ctypes: copies of many rows of a store into one batch.
+/* Copies of many rows of a store into one batch.
 
    A processor that copies one row after the other waits for memory most of the time: what it fetches ahead ends with each
    page. Six rows at a time keep it busy, and writing around the cache saves reading what is overwritten
@@ -11,19 +11,15 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#include <stdatomic.h>
-#include <stddef.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "_compiling.h"
+#include "_gathering.h"
 
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
-
-PUBLIC const int32_t packshift_interface = INTERFACE;
 
 #define TOGETHER 6      /* 4 and 8 rows were slower */
 #define STEP 128        /* bytes of each row in turn */
@@ -80,21 +76,6 @@ INLINE void copy(const uint8_t *const *rows, size_t count, size_t n, uint8_t *ou
     }
 }
 
-/* A batch to be copied: row i of `out`, rows of `n` bytes, is the one that begins `positions[i]` times `stride` bytes after
-   `first`, where there are `length` rows. It is copied in pieces of some rows by everybody who takes part; `begun` counts the
-   rows that somebody has begun. The last three are 0 before anybody takes part. */
-struct batch {
-    const uint8_t *first;
-    int64_t length;
-    size_t stride, n;
-    const int64_t *positions;
-    size_t count;
-    uint8_t *out;
-    _Atomic size_t begun;
-    size_t taking_part; /* of those in a queue: guarded by its lock, as is the next */
-    struct batch *next;
-};
-
 static void copy_until(struct batch *batch, const _Atomic int *stop)
 {
     size_t n = batch->n, count = batch->count;
@@ -123,20 +104,8 @@ static void *copy_pieces(void *batch)
     return NULL;
 }
 
-static int32_t in_range(const struct batch *batch)
+void gather(struct batch *batch, size_t threads)
 {
-    for (size_t place = 0; place < batch->count; place++)
-        if (batch->positions[place] < 0 || batch->positions[place] >= batch->length)
-            return 0;
-    return 1;
-}
-
-/* Copy a batch. Gives 0, and copies nothing, where a position is not one of `length`. The threads, at most MOST_THREADS and
-   the caller's among them, live as long as the call, so that a process can be forked between two. */
-PUBLIC int32_t gather(struct batch *batch, size_t threads)
-{
-    if (!in_range(batch))
-        return 0;
     pthread_t started[MOST_THREADS];
     size_t running = 0;
     threads = threads > MOST_THREADS ? MOST_THREADS : threads;
@@ -145,10 +114,8 @@ PUBLIC int32_t gather(struct batch *batch, size_t threads)
     copy_pieces(batch);
     while (running > 0)
         pthread_join(started[--running], NULL);
-    return 1;
 }
 
-/* Batches that are copied by threads which stay, in the order in which they were handed over. */
 struct queue {
     pthread_mutex_t lock;
     pthread_cond_t more, less; /* there is something to do; somebody has left a batch */
@@ -192,8 +159,7 @@ static void *copy_batches(void *argument)
     return NULL;
 }
 
-/* NULL where there is no memory. Threads that cannot be started are done without: whoever waits for a batch copies it. */
-PUBLIC struct queue *open_queue(size_t threads)
+struct queue *open_queue(size_t threads)
 {
     struct queue *queue = calloc(1, sizeof(struct queue) + threads * sizeof(pthread_t));
     if (queue == NULL)
@@ -210,12 +176,10 @@ PUBLIC struct queue *open_queue(size_t threads)
     return queue;
 }
 
-/* Have a batch copied, which stays where it is in memory until `finish` or `free_queue`. Gives 0, and does nothing, where a
-   position is not one of `length`. */
-PUBLIC int32_t hand_over(struct queue *queue, struct batch *batch)
+void hand_over(struct queue *queue, struct batch *batch)
 {
-    if (!in_range(batch))
-        return 0;
+    if (batch->count == 0)
+        return; /* it is there already, and would be known for ever */
     pthread_mutex_lock(&queue->lock);
     struct batch **place = &queue->oldest;
     while (*place != NULL)
@@ -223,11 +187,17 @@ PUBLIC int32_t hand_over(struct queue *queue, struct batch *batch)
     *place = batch;
     pthread_cond_broadcast(&queue->more);
     pthread_mutex_unlock(&queue->lock);
-    return 1;
 }
 
-/* Come back when a batch that was handed over is there, and the queue knows it no longer; takes part in it until then. */
-PUBLIC void finish(struct queue *queue, struct batch *batch)
+int is_there(struct queue *queue, struct batch *batch)
+{
+    pthread_mutex_lock(&queue->lock);
+    int there = batch->taking_part == 0 && atomic_load(&batch->begun) >= batch->count;
+    pthread_mutex_unlock(&queue->lock);
+    return there;
+}
+
+void finish(struct queue *queue, struct batch *batch)
 {
     pthread_mutex_lock(&queue->lock);
     take_part(queue, batch, &never);
@@ -236,9 +206,17 @@ PUBLIC void finish(struct queue *queue, struct batch *batch)
     pthread_mutex_unlock(&queue->lock);
 }
 
-/* Come back when the threads have ended, each after the piece that it was copying. Whoever waits for a batch copies it, also
-   one that is handed over afterwards. */
-PUBLIC void end_threads(struct queue *queue)
+size_t waiting(struct queue *queue)
+{
+    size_t count = 0;
+    pthread_mutex_lock(&queue->lock);
+    for (struct batch *batch = queue->oldest; batch != NULL; batch = batch->next)
+        count++;
+    pthread_mutex_unlock(&queue->lock);
+    return count;
+}
+
+void end_threads(struct queue *queue)
 {
     pthread_mutex_lock(&queue->lock);
     atomic_store(&queue->closing, 1);
@@ -250,8 +228,7 @@ PUBLIC void end_threads(struct queue *queue)
         pthread_join(queue->threads[--running], NULL);
 }
 
-/* Its threads have ended, and nobody is going to use it. */
-PUBLIC void free_queue(struct queue *queue)
+void free_queue(struct queue *queue)
 {
     pthread_cond_destroy(&queue->more);
     pthread_cond_destroy(&queue->less);

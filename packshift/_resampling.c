@@ -1,4 +1,4 @@
-/* What packshift/resampling.py calls through ctypes: Pillow's bilinear scaling of 8-bit pictures (its Resample.c), with the
+/* Pillow's bilinear scaling of 8-bit pictures (its Resample.c), with the
    same whole-number weights and so the same results, written so that compilers turn it into vector instructions.
 
    A pixel is four bytes. Making one line of bytes from several, each with one weight, is what vector instructions are
@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "_compiling.h"
+#include "_resampling.h"
 
 #ifdef __SSE2__
 #include <emmintrin.h>
@@ -23,13 +24,6 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define BITS 22 /* weights are multiples of 2^-22: PRECISION_BITS of Resample.c */
 #define HALF (1 << (BITS - 1))
 #define BLOCK 16 /* rows turned on their side together: 0.12 ms for 375 x 500 to 375 x 256, against 0.20 with 64 */
-
-/* A side of the upright picture: `start` to `stop` of its `length` pixels are scaled to `size`, of which those from `first`
-   to `last` are wanted. `mirrored`: it lies in memory the other way round. */
-struct side {
-    double start, stop;
-    int32_t length, size, first, last, mirrored;
-};
 
 /* How the `size` pixels wanted are made of the `used` ones in memory from `start` on: for each the first, counted from
    `start`, how many they are, and their weights, of which `table` has `most` for each. */
@@ -282,7 +276,7 @@ FOR_EACH_PROCESSOR static int scale(
 /* Make `out`, of three bytes a pixel, from the picture in memory, which lies on its side if `sideways`. The widths are
    scaled before the heights: of the upright picture if it is `turned` first, else as it lies in memory. Gives 0 where
    there is no memory. */
-PUBLIC int32_t resample(
+int32_t resample(
     const uint32_t *picture, const struct side *height, const struct side *width, int32_t sideways, int32_t turned,
     uint8_t *out)
 {

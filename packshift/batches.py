@@ -12,11 +12,9 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -45,24 +43,21 @@ class Batch(Sequence[BatchSample]):
     def __init__(self, place: Place, labels: NDArray[np.int64]) -> None:
         self._place = place
         self._labels = labels
-
-    @cached_property
-    def images(self) -> torch.Tensor:
-        """(B, C, H, W) uint8, channels last; in a worker a `SlotTensor` where there is a slot, sent as a reference."""
-        return self._place.finish(self._place.tensor)
-
-    @cached_property
-    def labels(self) -> torch.Tensor:
-        """(B,) int64; in a worker an `InlineTensor`."""
-        return torch.from_numpy(self._labels) if get_worker_info() is None else inline(self._labels)
+        self._parts: list[torch.Tensor] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _batch_of, (self.images, self.labels)
+        return _batch_of, tuple(self.parts)
 
     @property
     def parts(self) -> list[torch.Tensor]:
-        """What `default_collate` makes of it."""
-        return [self.images, self.labels]
+        """What `default_collate` makes of it: images (B, C, H, W) uint8, channels last, and labels (B,) int64.
+
+        In a worker a `SlotTensor` where there is a slot, sent as a reference, and an `InlineTensor`.
+        """
+        if self._parts is None:
+            labels = torch.from_numpy(self._labels) if get_worker_info() is None else inline(self._labels)
+            self._parts = [self._place.finish(self._place.tensor), labels]
+        return list(self._parts)
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -198,8 +193,7 @@ def _rebuild_parts(reference: tuple[Any, ...], labels: bytes) -> list[torch.Tens
 ForkingPickler.register(SentParts, _reduce_parts)
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Memory for a batch: `tensor`, in one piece, to be filled; `finish` makes a view of all of it ready to be returned."""
 
     tensor: torch.Tensor
@@ -218,15 +212,16 @@ def place_for(shape: tuple[int, ...], dtype: torch.dtype) -> Place:
     return Place(tensor.view(dtype).view(shape), finish)
 
 
-def place_for_images(count: int, shape: tuple[int, int, int]) -> Place:
-    """Memory, as by `place_for`, for `count` images of `shape` (H, W, C): uint8 (B, C, H, W), channels last."""
+def place_for_images(count: int, shape: tuple[int, int, int]) -> tuple[Place, NDArray[np.uint8]]:
+    """Memory, as by `place_for`, for `count` images of `shape` (H, W, C): uint8 (B, C, H, W), channels last, and the same
+    flat, as it lies in memory."""
     height, width, channels = shape
     nbytes = height * width * channels
     sizes, strides = (count, channels, height, width), (nbytes, 1, width * channels, channels)
     memory, finish = _memory_for(count * nbytes)
     if isinstance(memory, np.ndarray):  # numpy makes this view in a quarter of the time that torch takes
-        return Place(torch.from_numpy(np.ndarray(sizes, np.uint8, memory, 0, strides)), finish)
-    return Place(memory.as_strided(sizes, strides), finish)
+        return Place(torch.from_numpy(np.ndarray(sizes, np.uint8, memory, 0, strides)), finish), memory
+    return Place(memory.as_strided(sizes, strides), finish), memory.numpy()
 
 
 def _memory_for(nbytes: int) -> tuple[NDArray[np.uint8] | torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:

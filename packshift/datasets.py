@@ -9,28 +9,30 @@ from __future__ import annotations
 
 import operator
 import os
-import warnings
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from packshift.batches import Batch, BatchSample, Place, place_for_images
+from packshift.batches import Batch, BatchSample, place_for_images
 from packshift.compiled import compiled
 from packshift.errors import ImageError, NotAStoreError
-from packshift.gathering import Gathering, Rows
+from packshift.gathering import Rows, threads_for
 from packshift.options import Options
 from packshift.preprocess import Lap, load_record, no_lap
 from packshift.record import Names, StoreInfo
 from packshift.sources import AUTO, scan
 from packshift.sources._labelling import STRING
 from packshift.stores._reader import Reader
+
+if TYPE_CHECKING:
+    from packshift._compiled import Gathering
 
 Transform = Callable[[Any], Any]
 Item = tuple[Any, Any]
@@ -89,7 +91,7 @@ class PictureDataset(Dataset[Item]):
         if self._makes_items_itself():
             return [self[index] for index in indices]
         if len(indices) and self.transform is None and self.target_transform is None:
-            batch = self._batch(self._positions(indices))
+            batch = self._batch(indices)
             if batch is not None:
                 return batch
         return [BatchSample(self[index]) for index in indices]
@@ -99,8 +101,8 @@ class PictureDataset(Dataset[Item]):
         """Whether a subclass overrides `__getitem__`: then a batch is made of what that returns."""
         return cls.__getitem__ is not PictureDataset.__getitem__
 
-    def _batch(self, positions: NDArray[np.int64]) -> Batch | None:
-        """The items at `positions` (each 0 .. len - 1) gathered in one go, or None where that cannot be done."""
+    def _batch(self, indices: Sequence[int] | NDArray[np.int64]) -> Batch | None:
+        """Items gathered in one go, or None where that cannot be done."""
         return None
 
     def _positions(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
@@ -139,12 +141,6 @@ def _plain_positions(indices: Sequence[int] | NDArray[np.int64], count: int) -> 
         return None
     positions = positions.astype(np.int64, copy=False)
     return positions if positions.view(np.uint64).max() < count else None  # as unsigned ones, those below 0 are large
-
-
-def _read_only_tensor(array: NDArray[np.uint8]) -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(array)
 
 
 class StoreDataset(PictureDataset):
@@ -217,12 +213,19 @@ class StoreDataset(PictureDataset):
     def _pixels(self, index: int) -> NDArray[np.uint8]:
         return self._store.pixels(index).copy()
 
-    def _batch(self, positions: NDArray[np.int64]) -> Batch | None:
-        rows = self._rows
-        if rows is None:
+    def _batch(self, indices: Sequence[int] | NDArray[np.int64]) -> Batch | None:
+        rows, shape = self._rows, self._shape
+        if rows is None or shape is None:
             return None
-        place = self._place(positions)
-        rows.gather(positions, place.tensor)
+        if rows.in_c is not None:
+            gathering, batch = self._begin_batch(indices)
+            gathering.run(threads_for(len(indices) * rows.nbytes))
+            return batch
+        positions = self._positions(indices)
+        if self._store.waits_for_disk():
+            self._store.read_ahead(positions)
+        place, memory = place_for_images(len(positions), shape)
+        rows.gather(positions, memory)
         return Batch(place, self.targets[positions])
 
     @property
@@ -232,24 +235,29 @@ class StoreDataset(PictureDataset):
         plain = as_here and self.transform is None and self.target_transform is None
         return plain and self._shape is not None and compiled() is not None
 
-    def _begin_batch(self, positions: NDArray[np.int64]) -> tuple[Gathering, Batch]:
-        """The items at `positions` (each 0 .. len - 1), and the copying, not yet begun, that fills them."""
+    def _begin_batch(self, indices: Sequence[int] | NDArray[np.int64]) -> tuple[Gathering, Batch]:
+        """The items, and the copying, not yet begun, that fills them. Has them read from the disk meanwhile, where that is
+        waited for. Where there are `_rows`, and C."""
         rows = self._rows
-        assert rows is not None  # whoever calls this has asked; not a user's data
-        place = self._place(positions)
-        return Gathering(rows, positions, place.tensor), Batch(place, self.targets[positions])
-
-    def _place(self, positions: NDArray[np.int64]) -> Place:
-        """Memory for the images at `positions`; has them read from the disk meanwhile, where that is waited for."""
-        self._store.read_ahead(positions)
-        assert self._shape is not None  # there are no rows without
-        return place_for_images(len(positions), self._shape)
+        assert (
+            rows is not None
+        )  # this and the next two: whoever calls this has asked `_copies_batches`; not a user's data
+        assert rows.in_c is not None
+        assert self._shape is not None
+        place, memory = place_for_images(len(indices), self._shape)
+        try:
+            gathering: Gathering = rows.in_c.gathering(indices, memory)
+        except (IndexError, TypeError):  # from the end, out of range, or integers of other kinds
+            gathering = rows.in_c.gathering(self._positions(indices), memory)
+        if self._store.waits_for_disk():
+            self._store.read_ahead(np.frombuffer(gathering.positions, np.int64))
+        return gathering, Batch(place, np.frombuffer(gathering.pick(self.targets), np.int64))
 
     @property
     def _rows(self) -> Rows | None:
-        """All records, over the map. Its tensor is never handed out: torch has none that cannot be written to."""
+        """All records, over the map."""
         if self._known_rows is None and self._store.rows is not None:
-            self._known_rows = Rows(_read_only_tensor(self._store.rows))
+            self._known_rows = Rows(self._store.rows)
         return self._known_rows
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,9 +30,12 @@ from packshift.batches import Batch
 from packshift.buffers import shared_pool
 from packshift.datasets import PictureDataset, StoreDataset
 from packshift.errors import UsageError
-from packshift.gathering import Gathering, GatheringQueue
+from packshift.gathering import open_queue
 from packshift.machine import usable_cpus
 from packshift.transforms import apply
+
+if TYPE_CHECKING:
+    from packshift._compiled import Gathering
 
 
 class Loader:
@@ -162,7 +165,7 @@ class _Task:
 class _Making:
     """The batches of one epoch in the making.
 
-    Where a batch is a copy of rows and nothing else, the threads are those of a `GatheringQueue`, and all that Python has
+    Where a batch is a copy of rows and nothing else, the threads are those of a `Queue` in C, and all that Python has
     to do is done in the loop: a thread that needs the interpreter gets it 3 to 4 ms late where the training loop keeps
     every core busy. Everything else is done in threads of Python; the loop takes part in copying there, too.
     """
@@ -173,7 +176,7 @@ class _Making:
         self._store = store if store is not None and store._copies_batches else None
         shared_pool().keep(loader.threads * loader.prefetch + 2)  # and one that is read, one in the loop's hand
         copying_threads = loader.threads if loader._only_reads else 0
-        self._queue = None if self._store is None else GatheringQueue(copying_threads)
+        self._queue = None if self._store is None else open_queue(copying_threads)
         self._lend_a_hand = False
         self._pool: ThreadPoolExecutor | None = None
 
@@ -208,8 +211,6 @@ class _Making:
             return None
         if self._indices is not None:
             indices = self._indices[indices]
-        if self._indices is not None or self._loader.sampler is not None:
-            indices = self._store._positions(indices)
         gathering, batch = self._store._begin_batch(indices)
         self._queue.hand_over(gathering)
         return gathering, batch
@@ -230,7 +231,11 @@ class _Making:
         if oldest.future is None or (self._is_inherited and not oldest.future.done()):
             return oldest.make()
         if self._lend_a_hand and not oldest.future.done():
-            if self._queue is not None and oldest.gathering is not None and not oldest.gathering.all_begun:
+            if (
+                self._queue is not None
+                and oldest.gathering is not None
+                and oldest.gathering.begun < len(oldest.gathering)
+            ):
                 self._queue.finish(oldest.gathering)
             else:
                 _make_one_here((oldest, *waiting))

@@ -115,7 +115,7 @@ def _gathered(dataset: StoreDataset, indices: Iterator[int], batch_size: int) ->
     rows = dataset._rows
     if rows is None:
         raise UsageError(f"{dataset.path}: its pictures are of different sizes, which make no batches")
-    out = torch.empty((batch_size, rows.nbytes), dtype=torch.uint8)
+    out = np.empty((batch_size, rows.nbytes), np.uint8)
     while True:
         rows.gather(np.array(list(islice(indices, batch_size))), out)
-        yield (out,)
+        yield (torch.from_numpy(out),)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from packshift.compiled import SideStruct, compiled
+from packshift.compiled import compiled
 from packshift.pillow_memory import memory_of
 
 Pixels = NDArray[np.uint8]
@@ -71,16 +71,14 @@ def resample(
         if not right or max(side.length, side.size) > LONGEST_SIDE:
             raise ValueError(f"cannot resample {side}")
     upright: Pixels = np.empty((height.last - height.first, width.last - width.first, 3), np.uint8)
-    done = library.resample(
-        pixels.ctypes.data,
-        SideStruct(height.start, height.stop, height.length, *height[3:], orientation in _MIRRORED_HEIGHT),
-        SideStruct(width.start, width.stop, width.length, *width[3:], orientation in _MIRRORED_WIDTH),
+    library.resample(
+        pixels,
+        (height.start, height.stop, height.length, *height[3:], orientation in _MIRRORED_HEIGHT),
+        (width.start, width.stop, width.length, *width[3:], orientation in _MIRRORED_WIDTH),
         sideways,
         turned_first,
-        upright.ctypes.data,
+        upright,
     )
-    if not done:
-        raise MemoryError
     upright.flags.writeable = False
     return upright
 

@@ -24,7 +24,7 @@ from packshift import loader as loader_module
 from packshift.compiled import compiled
 from packshift.datasets import StoreDataset
 from packshift.errors import UsageError
-from packshift.gathering import Gathering, GatheringQueue
+from packshift.gathering import open_queue
 from packshift.transforms import Compose, RandomCrop, RandomHorizontalFlip, ToFloat
 
 COUNT = 103
@@ -247,16 +247,22 @@ class TestThreads:
     @pytest.mark.skipif(compiled() is None, reason="packshift was installed where there is no C compiler")
     def test_a_loop_that_waits_takes_part_in_copying(self, dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
         taken_part = threading.Event()
-        finish = GatheringQueue.finish
 
-        def finish_after_the_loop(queue: GatheringQueue, gathering: Gathering) -> None:
-            if threading.current_thread() is not threading.main_thread():
-                taken_part.wait(5)
-            finish(queue, gathering)
-            if threading.current_thread() is threading.main_thread():
-                taken_part.set()
+        class ThreadsAfterTheLoop:
+            def __init__(self, threads: int) -> None:
+                self.queue = open_queue(threads)
 
-        monkeypatch.setattr(GatheringQueue, "finish", finish_after_the_loop)
+            def __getattr__(self, name: str) -> object:
+                return getattr(self.queue, name)
+
+            def finish(self, gathering: object) -> None:
+                if threading.current_thread() is not threading.main_thread():
+                    taken_part.wait(5)
+                self.queue.finish(gathering)
+                if threading.current_thread() is threading.main_thread():
+                    taken_part.set()
+
+        monkeypatch.setattr(loader_module, "open_queue", ThreadsAfterTheLoop)
         monkeypatch.setattr(loader_module, "usable_cpus", lambda: 2)
         assert indices_of(iter([next(iter(Loader(dataset, 10, transform=torch.clone)))])) == list(range(10))
         assert taken_part.is_set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +13,9 @@ import pytest
 from click.testing import CliRunner
 from helpers import make_records, write_store
 
-from packshift import Loader, open_dataset
+from packshift import Loader, datasets, gathering, open_dataset
 from packshift.cli import main
+from packshift.compiled import compiled
 from packshift.stores import _reader
 from packshift.stores._reader import Reader
 
@@ -35,11 +37,7 @@ def reader(tmp_path: Path, format_name: str) -> Reader:
     return Reader(write_store(tmp_path / "store", format_name, make_records([(64, 64)] * 20)))
 
 
-def test_ranges_are_those_of_the_records_and_stop_when_the_cache_is_warm(
-    reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    faults = [5]
-    monkeypatch.setattr(_reader.resource, "getrusage", lambda who: SimpleNamespace(ru_majflt=faults[0]))
+def test_ranges_are_those_of_the_records(reader: Reader) -> None:
     reader._map = Advised(reader._map)
     reader.read_ahead(np.array([3, 17]))
     for (advice, start, length), position in zip(reader._map.advice, (3, 17), strict=True):
@@ -48,20 +46,42 @@ def test_ranges_are_those_of_the_records_and_stop_when_the_cache_is_warm(
         assert start % mmap.PAGESIZE == 0
         assert start <= first < start + mmap.PAGESIZE
         assert start + length == first + 64 * 64 * 3
-    reader.read_ahead(np.array([4]))
-    assert len(reader._map.advice) == 2, "nothing was read from the disk since: the page cache is warm"
-    faults[0] += 1
-    reader.read_ahead(np.array([5]))
-    assert len(reader._map.advice) == 3
 
 
-def test_every_batch_asks_for_its_records(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_is_waited_for_while_there_are_major_page_faults(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = 5
+    monkeypatch.setattr(_reader.resource, "getrusage", lambda who: SimpleNamespace(ru_majflt=faults))
+    in_c = SimpleNamespace(major_faults=lambda: faults)
+    for module in (in_c, None):
+        monkeypatch.setattr(_reader, "compiled", lambda module=module: module)
+        fresh = Reader(reader.path)
+        assert [fresh.waits_for_disk() for _ in range(3)] == [True, False, False]
+        faults += 1
+        assert [fresh.waits_for_disk() for _ in range(3)] == [True, False, False]
+
+
+@pytest.mark.skipif(compiled() is None, reason="packshift was installed where there is no C compiler")
+def test_c_counts_the_same_page_faults() -> None:
+    assert compiled().major_faults() == resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
+@pytest.mark.parametrize("cold", [True, False])
+@pytest.mark.parametrize("way", ["C", "torch"])
+def test_every_batch_of_a_cold_store_asks_for_its_records(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch, way: str, cold: bool
+) -> None:
+    if way == "torch":
+        for module in (gathering, datasets):
+            monkeypatch.setattr(module, "compiled", lambda: None)
     asked = []
+    monkeypatch.setattr(Reader, "waits_for_disk", lambda _: cold)
     monkeypatch.setattr(Reader, "read_ahead", lambda _, positions: asked.append(positions.tolist()))
     dataset = open_dataset(reader.path)
     dataset.__getitems__([3, 5])
     list(Loader(dataset, 2, sampler=[7, -1, 2]))
-    assert asked == [[3, 5], [7, 19], [2]]
+    assert asked == ([[3, 5], [7, 19], [2]] if cold else [])
 
 
 def test_a_store_larger_than_memory_is_read_without_the_kernels_read_ahead(

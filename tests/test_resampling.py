@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import itertools
 import platform
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -255,10 +257,33 @@ class TestLeftToPillow:
 
 
 @needs_compiled
-def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resampling, "compiled", lambda: SimpleNamespace(resample=lambda *arguments: 0))
-    with pytest.raises(MemoryError):
-        resample(noise(4, 4), Side(4, 0, 4, 2, 0, 2), Side(4, 0, 4, 2, 0, 2))
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux how much memory is taken")
+def test_no_memory() -> None:
+    script = """
+import resource, numpy as np
+from pathlib import Path
+from packshift.compiled import compiled
+library = compiled()
+picture, out = np.zeros((60_000, 100, 4), np.uint8), np.empty((50_000, 50, 3), np.uint8)
+taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + 100_000, taken + 100_000))
+try:
+    library.resample(picture, (0, 60_000, 60_000, 50_000, 0, 50_000, False), (0, 100, 100, 50, 0, 50, False), *TURN, out)
+except MemoryError:
+    print("no memory")
+"""
+    for turn in ("(False, True)", "(True, True)", "(True, False)"):
+        text = script.replace("TURN", turn)
+        ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+        assert ended.stdout == "no memory\n"
+
+
+@needs_compiled
+def test_buffers_of_other_lengths() -> None:
+    side = (0.0, 4.0, 4, 2, 0, 2, False)
+    for picture, out in ((63, 12), (64, 13), (65, 12), (0, 0)):
+        with pytest.raises(ValueError, match=f"expected 64 and 12 bytes, got {picture} and {out}"):
+            compiled().resample(bytes(picture), side, side, False, True, bytearray(out))
 
 
 class TestMemory:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packshift.checksum import crc32
+from packshift.compiled import compiled
 from packshift.errors import (
     ChangedStoreError,
     DamagedStoreError,
@@ -183,15 +184,17 @@ class Reader:
         order it would read several times the store, and throw out pages that are still needed."""
         return self.file_size <= usable_memory()
 
-    def read_ahead(self, positions: NDArray[np.int64]) -> None:
-        """Have the kernel fetch the records at `positions` from the disk, all at once, as long as reading waits for it.
+    def waits_for_disk(self) -> bool:
+        """Whether this process has waited for the disk at an address since the last call (a major page fault)."""
+        before, self._disk_reads = self._disk_reads, _disk_reads()
+        return before != self._disk_reads
 
-        Exactly their byte ranges. Costs a system call a record, so it stops when a batch came from the page cache alone
-        (no major page fault of this process since the last call).
+    def read_ahead(self, positions: NDArray[np.int64]) -> None:
+        """Have the kernel fetch the records at `positions` from the disk, all at once.
+
+        Exactly their byte ranges. Costs a system call a record, so it is worth it as long as reading waits for the disk.
         """
-        disk_reads = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-        cold, self._disk_reads = disk_reads != self._disk_reads, disk_reads
-        if not cold or self.info.shape is None or self.info.stride is None:
+        if self.info.shape is None or self.info.stride is None:
             return
         size = prod(self.info.shape)
         for start in (self.info.payload_offset + positions * self.info.stride).tolist():
@@ -212,6 +215,13 @@ class Reader:
 
     def checksum_matches(self, index: int) -> bool:
         return crc32(bytes_of(self.pixels(index))) == int(self.array("checksums")[index])
+
+
+def _disk_reads() -> int:
+    library = compiled()
+    if library is None:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    return int(library.major_faults())
 
 
 def _recognise(path: Path, head: bytes, name: str | None) -> Format:
