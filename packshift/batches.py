@@ -12,6 +12,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import prod
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, overload
@@ -27,6 +28,9 @@ from packshift.buffers import shared_pool
 from packshift.record import bytes_of
 from packshift.slots import SlotTensor, rebuild, reference_to, take_slot
 
+Finish = Callable[[torch.Tensor], torch.Tensor]
+"""Of a tensor over all of a batch's memory, makes the one to be returned."""
+
 
 class BatchSample(tuple[torch.Tensor, int]):
     """One `(image, label)` of a batch; a tuple in every respect but its type."""
@@ -35,14 +39,15 @@ class BatchSample(tuple[torch.Tensor, int]):
 
 
 class Batch(Sequence[BatchSample]):
-    """Samples that lie in one tensor: `images` (B, C, H, W) uint8, channels last, and `labels` (B,) int64.
+    """Samples that lie in one piece of memory.
 
     Behaves as a sequence of `(image, label)`, made as they are asked for; the images are views of the batch's memory.
     """
 
-    def __init__(self, place: Place, labels: NDArray[np.int64]) -> None:
-        self._place = place
+    def __init__(self, images: NDArray[np.uint8], labels: NDArray[np.int64], finish: Finish) -> None:
+        self._images = images
         self._labels = labels
+        self._finish = finish
         self._parts: list[torch.Tensor] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -56,7 +61,7 @@ class Batch(Sequence[BatchSample]):
         """
         if self._parts is None:
             labels = torch.from_numpy(self._labels) if get_worker_info() is None else inline(self._labels)
-            self._parts = [self._place.finish(self._place.tensor), labels]
+            self._parts = [self._finish(torch.from_numpy(self._images)), labels]
         return list(self._parts)
 
     def __len__(self) -> int:
@@ -69,10 +74,10 @@ class Batch(Sequence[BatchSample]):
     def __getitem__(self, index: int | slice) -> BatchSample | list[BatchSample]:
         if isinstance(index, slice):
             return [self[position] for position in range(*index.indices(len(self)))]
-        return BatchSample((self._place.tensor[index], int(self._labels[index])))
+        return BatchSample((torch.from_numpy(self._images[index]), int(self._labels[index])))
 
     def __iter__(self) -> Iterator[BatchSample]:
-        return map(BatchSample, zip(self._place.tensor.unbind(), self._labels.tolist(), strict=True))
+        return map(BatchSample, zip(torch.from_numpy(self._images).unbind(), self._labels.tolist(), strict=True))
 
     def __add__(self, other: Sequence[Any]) -> list[Any]:
         return [*self, *other]
@@ -82,7 +87,7 @@ class Batch(Sequence[BatchSample]):
 
 
 def _batch_of(images: torch.Tensor, labels: torch.Tensor) -> Batch:
-    return Batch(Place(images, _as_it_is), labels.numpy())
+    return Batch(images.numpy(), labels.numpy(), _as_it_is)
 
 
 def _collate_samples(batch: Sequence[Any], *, collate_fn_map: Any = None) -> list[Any]:
@@ -197,7 +202,7 @@ class Place(NamedTuple):
     """Memory for a batch: `tensor`, in one piece, to be filled; `finish` makes a view of all of it ready to be returned."""
 
     tensor: torch.Tensor
-    finish: Callable[[torch.Tensor], torch.Tensor]
+    finish: Finish
 
 
 def place_for(shape: tuple[int, ...], dtype: torch.dtype) -> Place:
@@ -208,23 +213,30 @@ def place_for(shape: tuple[int, ...], dtype: torch.dtype) -> Place:
     that, ordinary memory whose content is sent through the pipe, with one warning.
     """
     memory, finish = _memory_for(prod(shape) * dtype.itemsize)
-    tensor = torch.from_numpy(memory) if isinstance(memory, np.ndarray) else memory
-    return Place(tensor.view(dtype).view(shape), finish)
+    return Place(torch.from_numpy(memory).view(dtype).view(shape), finish)
 
 
-def place_for_images(count: int, shape: tuple[int, int, int]) -> tuple[Place, NDArray[np.uint8]]:
-    """Memory, as by `place_for`, for `count` images of `shape` (H, W, C): uint8 (B, C, H, W), channels last, and the same
-    flat, as it lies in memory."""
+class ImageMemory(NamedTuple):
+    """Memory, as of a `Place`, for a batch of images: (B, C, H, W) uint8, channels last, and the same flat, (nbytes,).
+
+    As arrays: after a batch was copied, what torch does is no longer in the processor's cache, so it is done once, then.
+    """
+
+    images: NDArray[np.uint8]
+    flat: NDArray[np.uint8]
+    finish: Finish
+
+
+def memory_for_images(count: int, shape: tuple[int, int, int]) -> ImageMemory:
+    """For `count` images of `shape` (H, W, C)."""
     height, width, channels = shape
     nbytes = height * width * channels
     sizes, strides = (count, channels, height, width), (nbytes, 1, width * channels, channels)
-    memory, finish = _memory_for(count * nbytes)
-    if isinstance(memory, np.ndarray):  # numpy makes this view in a quarter of the time that torch takes
-        return Place(torch.from_numpy(np.ndarray(sizes, np.uint8, memory, 0, strides)), finish), memory
-    return Place(memory.as_strided(sizes, strides), finish), memory.numpy()
+    flat, finish = _memory_for(count * nbytes)
+    return ImageMemory(np.ndarray(sizes, np.uint8, flat, 0, strides), flat, finish)
 
 
-def _memory_for(nbytes: int) -> tuple[NDArray[np.uint8] | torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+def _memory_for(nbytes: int) -> tuple[NDArray[np.uint8], Finish]:
     """uint8 (nbytes,), and `Place.finish`."""
     if get_worker_info() is None:
         return shared_pool().take(nbytes), _as_it_is
@@ -233,8 +245,13 @@ def _memory_for(nbytes: int) -> tuple[NDArray[np.uint8] | torch.Tensor, Callable
         return taken
     shared = _torch_shared_memory(nbytes) if os.path.isdir(_DEV_SHM) else _new_shared(nbytes)
     if shared is not None:
-        return shared, _as_it_is
-    return torch.empty(nbytes, dtype=torch.uint8), lambda tensor: tensor.as_subclass(InlineTensor)
+        return shared.numpy(), partial(_same_over, shared)
+    return np.empty(nbytes, np.uint8), lambda tensor: tensor.as_subclass(InlineTensor)
+
+
+def _same_over(shared: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, but as one of torch's shared memory, which it is not where numpy was in between."""
+    return shared.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from packshift.batches import Batch, BatchSample, place_for_images
+from packshift.batches import Batch, BatchSample, memory_for_images
 from packshift.compiled import compiled
 from packshift.errors import ImageError, NotAStoreError
 from packshift.gathering import Rows, threads_for
@@ -224,9 +224,9 @@ class StoreDataset(PictureDataset):
         positions = self._positions(indices)
         if self._store.waits_for_disk():
             self._store.read_ahead(positions)
-        place, memory = place_for_images(len(positions), shape)
-        rows.gather(positions, memory)
-        return Batch(place, self.targets[positions])
+        memory = memory_for_images(len(positions), shape)
+        rows.gather(positions, memory.flat)
+        return Batch(memory.images, self.targets[positions], memory.finish)
 
     @property
     def _copies_batches(self) -> bool:
@@ -244,14 +244,15 @@ class StoreDataset(PictureDataset):
         )  # this and the next two: whoever calls this has asked `_copies_batches`; not a user's data
         assert rows.in_c is not None
         assert self._shape is not None
-        place, memory = place_for_images(len(indices), self._shape)
+        memory = memory_for_images(len(indices), self._shape)
         try:
-            gathering: Gathering = rows.in_c.gathering(indices, memory)
+            gathering: Gathering = rows.in_c.gathering(indices, memory.flat)
         except (IndexError, TypeError):  # from the end, out of range, or integers of other kinds
-            gathering = rows.in_c.gathering(self._positions(indices), memory)
+            gathering = rows.in_c.gathering(self._positions(indices), memory.flat)
         if self._store.waits_for_disk():
             self._store.read_ahead(np.frombuffer(gathering.positions, np.int64))
-        return gathering, Batch(place, np.frombuffer(gathering.pick(self.targets), np.int64))
+        labels = np.frombuffer(gathering.pick(self.targets), np.int64)
+        return gathering, Batch(memory.images, labels, memory.finish)
 
     @property
     def _rows(self) -> Rows | None:

@@ -35,7 +35,7 @@ from packshift.machine import usable_cpus
 from packshift.transforms import apply
 
 if TYPE_CHECKING:
-    from packshift._compiled import Gathering
+    from packshift._compiled import Gathering, Queue
 
 
 class Loader:
@@ -100,17 +100,28 @@ class Loader:
         return self._batches(epoch)
 
     def _batches(self, epoch: int) -> Iterator[Any]:
-        making = _Making(self, epoch)
-        waiting: deque[_Task] = deque()
+        making = self._making(epoch)
+        begun = 0
         try:
             for number, indices in enumerate(self._chunks(epoch)):
-                waiting.append(making.begin(number, indices))
-                if len(waiting) > self.threads * self.prefetch:
-                    yield making.result(waiting)
-            while waiting:
-                yield making.result(waiting)
+                making.begin(number, indices)
+                begun += 1
+                if begun > self.threads * self.prefetch:
+                    begun -= 1
+                    yield making.result()
+            for _ in range(begun):
+                yield making.result()
         finally:
             making.close()
+
+    def _making(self, epoch: int) -> _Copying | _Making:
+        shared_pool().keep(self.threads * self.prefetch + 2)  # and one that is read, one in the loop's hand
+        store, indices = _seen_through(self.dataset)
+        if store is None or not store._copies_batches:
+            return _Making(self, epoch, None, None)
+        if self.transform is not None or self._pins:
+            return _Making(self, epoch, store, indices)
+        return _Copying(store, indices, self.threads)
 
     def _chunks(self, epoch: int) -> Iterator[NDArray[np.int64]]:
         """The indices of each batch of an epoch."""
@@ -136,16 +147,15 @@ class Loader:
             yield np.array(batch)
 
     @property
-    def _only_reads(self) -> bool:
-        """Whether a batch is what the dataset gives, without anything done to it."""
-        return self.transform is None and not (self.pin_memory and torch.cuda.is_available())
+    def _pins(self) -> bool:
+        return self.pin_memory and torch.cuda.is_available()
 
     def _finished(self, read: Callable[[], list[Any]], epoch: int, number: int) -> Any:
         """One batch, from what the dataset gives."""
         batch = read()
         if self.transform is not None:
             batch = _with_images(batch, partial(apply, self.transform, generator=self._generator(epoch, number + 1)))
-        return pin(batch) if self.pin_memory and torch.cuda.is_available() else batch
+        return pin(batch) if self._pins else batch
 
     def _generator(self, epoch: int, number: int = 0) -> torch.Generator:
         """The generator of an epoch's order (0) or of its batch's transforms (1, ...)."""
@@ -153,9 +163,44 @@ class Loader:
         return torch.Generator().manual_seed(int(state[0] >> np.uint64(1)))
 
 
+class _Copying:
+    """The batches of one epoch in the making, each a copy of rows and nothing else.
+
+    The threads are those of a `Queue` in C, and all that Python has to do is done in the loop: a thread that needs the
+    interpreter gets it 3 to 4 ms late where the training loop keeps every core busy.
+    """
+
+    def __init__(self, store: StoreDataset, indices: NDArray[np.int64] | None, threads: int) -> None:
+        self._store, self._indices = store, indices
+        self._queue = open_queue(threads)
+        self._begun: deque[tuple[Gathering, Batch] | Exception] = deque()
+
+    def begin(self, number: int, indices: NDArray[np.int64]) -> None:
+        """The next batch, the items at `indices`."""
+        try:
+            gathering, batch = self._store._begin_batch(indices if self._indices is None else self._indices[indices])
+        except Exception as error:  # noqa: BLE001  # raised in the loop when it is this batch's turn: those before it are right
+            self._begun.append(error)
+        else:
+            self._queue.hand_over(gathering)
+            self._begun.append((gathering, batch))
+
+    def result(self) -> list[Any]:
+        """The oldest batch. A loop that would have to wait for it takes part in copying it."""
+        oldest = self._begun.popleft()
+        if isinstance(oldest, Exception):
+            raise oldest
+        gathering, batch = oldest
+        self._queue.finish(gathering)
+        return batch.parts
+
+    def close(self) -> None:
+        self._queue.close()
+
+
 @dataclass
 class _Task:
-    """A batch in the making: `future` where a thread of Python makes it, `gathering` where copying is a part of that."""
+    """A batch in the making: `future` where a thread makes it, `gathering` where copying is a part of that."""
 
     make: Callable[[], Any]
     gathering: Gathering | None = None
@@ -163,71 +208,49 @@ class _Task:
 
 
 class _Making:
-    """The batches of one epoch in the making.
+    """The batches of one epoch in the making, by threads of Python; the loop takes part, also in copying a batch."""
 
-    Where a batch is a copy of rows and nothing else, the threads are those of a `Queue` in C, and all that Python has
-    to do is done in the loop: a thread that needs the interpreter gets it 3 to 4 ms late where the training loop keeps
-    every core busy. Everything else is done in threads of Python; the loop takes part in copying there, too.
-    """
-
-    def __init__(self, loader: Loader, epoch: int) -> None:
+    def __init__(
+        self, loader: Loader, epoch: int, store: StoreDataset | None, indices: NDArray[np.int64] | None
+    ) -> None:
         self._loader, self._epoch, self._owner = loader, epoch, os.getpid()
-        store, self._indices = _seen_through(loader.dataset)
-        self._store = store if store is not None and store._copies_batches else None
-        shared_pool().keep(loader.threads * loader.prefetch + 2)  # and one that is read, one in the loop's hand
-        copying_threads = loader.threads if loader._only_reads else 0
-        self._queue = None if self._store is None else open_queue(copying_threads)
-        self._lend_a_hand = False
-        self._pool: ThreadPoolExecutor | None = None
+        self._store, self._indices = store, indices
+        self._queue = None if store is None else open_queue(0)
+        self._lend_a_hand = loader.threads < usable_cpus()
+        self._pool = _start_threads(loader.threads)
+        self._begun: deque[_Task] = deque()
 
-    def begin(self, number: int, indices: NDArray[np.int64]) -> _Task:
-        loader = self._loader
-        read: Callable[[], list[Any]] = partial(_collated, loader.dataset, indices)
+    def begin(self, number: int, indices: NDArray[np.int64]) -> None:
+        """Batch `number` of the epoch, the items at `indices`."""
+        read: Callable[[], list[Any]] = partial(_collated, self._loader.dataset, indices)
         gathering = None
-        try:
-            begun = self._begin_to_copy(indices)
-        except Exception as error:  # noqa: BLE001  # raised in the loop when it is this batch's turn: those before it are right
-            return _Task(partial(_raise, error))
-        if begun is not None:
-            gathering, batch = begun
-            read = partial(self._copied, gathering, batch)
-            if loader._only_reads:
-                return _Task(read)
-        make = partial(loader._finished, read, self._epoch, number)
-        if self._is_inherited:
-            return _Task(make)  # in a pool without threads it would only be kept
-        if self._pool is None:
-            self._pool = _start_threads(loader.threads)
-            self._lend_a_hand = loader.threads < usable_cpus()
-        return _Task(make, gathering, self._pool.submit(make))
+        if self._queue is not None and self._store is not None:
+            try:
+                gathering, batch = self._store._begin_batch(
+                    indices if self._indices is None else self._indices[indices]
+                )
+            except Exception as error:  # noqa: BLE001  # as in _Copying
+                self._begun.append(_Task(partial(_raise, error)))
+                return
+            self._queue.hand_over(gathering)
+            read = partial(_copied, self._queue, gathering, batch)
+        make = partial(self._loader._finished, read, self._epoch, number)
+        # In a child that was forked in the loop there are no threads; a pool would only keep what it is given.
+        self._begun.append(_Task(make, gathering, None if self._is_inherited else self._pool.submit(make)))
 
     @property
     def _is_inherited(self) -> bool:
         """Whether this is a child that was forked in the loop: threads have stayed in its parent."""
         return os.getpid() != self._owner
 
-    def _begin_to_copy(self, indices: NDArray[np.int64]) -> tuple[Gathering, Batch] | None:
-        if self._store is None or self._queue is None:
-            return None
-        if self._indices is not None:
-            indices = self._indices[indices]
-        gathering, batch = self._store._begin_batch(indices)
-        self._queue.hand_over(gathering)
-        return gathering, batch
-
-    def _copied(self, gathering: Gathering, batch: Batch) -> list[Any]:
-        assert self._queue is not None  # it was handed over
-        self._queue.finish(gathering)
-        return batch.parts
-
-    def result(self, waiting: deque[_Task]) -> Any:
+    def result(self) -> Any:
         """The oldest batch. A loop that would have to wait for it takes part in copying it, or where that cannot be done
         makes the next one that no thread has begun.
 
         So no core is idle while there is work. Where there are as many threads as CPUs, none would be idle anyway. While
         the oldest is done, nothing here gives the interpreter lock to a thread.
         """
-        oldest = waiting.popleft()
+        oldest = self._begun.popleft()
         if oldest.future is None or (self._is_inherited and not oldest.future.done()):
             return oldest.make()
         if self._lend_a_hand and not oldest.future.done():
@@ -238,14 +261,19 @@ class _Making:
             ):
                 self._queue.finish(oldest.gathering)
             else:
-                _make_one_here((oldest, *waiting))
+                _make_one_here((oldest, *self._begun))
         return oldest.future.result()
 
     def close(self) -> None:
-        if self._pool is not None and not self._is_inherited:
+        if not self._is_inherited:
             self._pool.shutdown(cancel_futures=True)
         if self._queue is not None:
             self._queue.close()
+
+
+def _copied(queue: Queue, gathering: Gathering, batch: Batch) -> list[Any]:
+    queue.finish(gathering)
+    return batch.parts
 
 
 def _with_images(batch: Any, transform: Callable[[Any], Any]) -> Any:

@@ -563,10 +563,22 @@ def flat_lists(parts: Any) -> Any:
     return parts
 
 
+def images_are_shared(batch: Any) -> bool:
+    images, _ = default_collate(batch)
+    return bool(images.is_shared()) and images.is_contiguous(memory_format=torch.channels_last)
+
+
 class TestOtherWays:
     def test_beyond_the_slots(self, lmdb_dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(slots, "MOST_SLOTS", 1)
         check_epoch(list(workers(lmdb_dataset)))
+
+    def test_beyond_the_slots_a_batch_is_copied_once(
+        self, lmdb_dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(slots, "MOST_SLOTS", 0)
+        shared = DataLoader(lmdb_dataset, 4, num_workers=1, multiprocessing_context="fork", collate_fn=images_are_shared)
+        assert all(shared)
 
     def test_without_memfd(self, lmdb_dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr(os, "memfd_create")
