@@ -63,7 +63,7 @@ class Queue:
         """How many batches were handed over that nobody has begun the last row of."""
 
     def hand_over(self, gathering: Gathering, /) -> None:
-        """Have a batch copied; once, else ValueError."""
+        """Have a batch copied; once, else ValueError. What a queue that is closed has begun of it is not copied again."""
 
     def finish(self, gathering: Gathering, /) -> None:
         """Come back when all rows of a batch that was handed over are there."""

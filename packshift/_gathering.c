@@ -136,6 +136,7 @@ static void take_part(struct queue *queue, struct batch *batch, const _Atomic in
     for (struct batch **place = &queue->oldest; *place != NULL; place = &(*place)->next)
         if (*place == batch) { /* all of it has been begun, or the threads are ending */
             *place = batch->next;
+            batch->next = NULL;
             break;
         }
     pthread_cond_broadcast(&queue->less);
@@ -178,8 +179,8 @@ struct queue *open_queue(size_t threads)
 
 void hand_over(struct queue *queue, struct batch *batch)
 {
-    if (batch->count == 0)
-        return; /* it is there already, and would be known for ever */
+    if (atomic_load(&batch->begun) >= batch->count)
+        return; /* also one of nothing: it is there already, and would be known for ever */
     pthread_mutex_lock(&queue->lock);
     struct batch **place = &queue->oldest;
     while (*place != NULL)
@@ -221,11 +222,23 @@ void end_threads(struct queue *queue)
     pthread_mutex_lock(&queue->lock);
     atomic_store(&queue->closing, 1);
     size_t running = queue->running;
+#ifdef __linux__
+    struct sched_param none = {0}; /* now they are waited for: see copy_batches */
+    for (size_t number = 0; number < running; number++)
+        pthread_setschedparam(queue->threads[number], SCHED_OTHER, &none);
+#endif
     queue->running = 0;
     pthread_cond_broadcast(&queue->more);
     pthread_mutex_unlock(&queue->lock);
     while (running > 0)
         pthread_join(queue->threads[--running], NULL);
+    pthread_mutex_lock(&queue->lock);
+    while (queue->oldest != NULL) {
+        struct batch *batch = queue->oldest;
+        queue->oldest = batch->next;
+        batch->next = NULL;
+    }
+    pthread_mutex_unlock(&queue->lock);
 }
 
 void free_queue(struct queue *queue)

@@ -26,7 +26,8 @@ struct queue;
 /* NULL where there is no memory. Threads that cannot be started are done without: whoever waits for a batch copies it. */
 struct queue *open_queue(size_t threads);
 
-/* Have a batch copied, which stays where it is in memory until `finish` or `free_queue`. */
+/* Have a batch copied, which stays where it is in memory until `finish` or `end_threads`. What another queue, whose threads
+   have ended, has begun of it is not copied again. */
 void hand_over(struct queue *queue, struct batch *batch);
 
 /* Whether a batch that was handed over is there, and the queue knows it no longer. */
@@ -38,8 +39,8 @@ void finish(struct queue *queue, struct batch *batch);
 /* How many of those that were handed over the queue still knows. */
 size_t waiting(struct queue *queue);
 
-/* Come back when the threads have ended, each after the piece that it was copying. Whoever waits for a batch copies it, also
-   one that is handed over afterwards. */
+/* Come back when the threads have ended, each after the piece that it was copying, and the queue knows no batch any more.
+   Whoever waits for one copies it, also one that is handed over afterwards. */
 void end_threads(struct queue *queue);
 
 /* Its threads have ended, and nobody is going to use it. */

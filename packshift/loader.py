@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,6 +83,10 @@ class Loader:
         self.transform = transform
         self.seed = int(torch.empty((), dtype=torch.int64).random_()) if seed is None else operator.index(seed)
         self._epoch = 0
+        self._ahead: _Begun | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ahead": None}
 
     def __len__(self) -> int:
         """Number of batches in an epoch."""
@@ -100,6 +105,7 @@ class Loader:
         return self._batches(epoch)
 
     def _batches(self, epoch: int) -> Iterator[Any]:
+        shared_pool().keep(self.threads * self.prefetch + 2)  # and one that is read, one in the loop's hand
         making = self._making(epoch)
         begun = 0
         try:
@@ -109,19 +115,22 @@ class Loader:
                 if begun > self.threads * self.prefetch:
                     begun -= 1
                     yield making.result()
+            if isinstance(making, _Copying) and self.sampler is None:
+                for indices in islice(self._chunks(epoch + 1), 1):
+                    making.begin_ahead(indices)
             for _ in range(begun):
                 yield making.result()
         finally:
-            making.close()
+            self._ahead = making.close()
 
     def _making(self, epoch: int) -> _Copying | _Making:
-        shared_pool().keep(self.threads * self.prefetch + 2)  # and one that is read, one in the loop's hand
         store, indices = _seen_through(self.dataset)
         if store is None or not store._copies_batches:
             return _Making(self, epoch, None, None)
         if self.transform is not None or self._pins:
             return _Making(self, epoch, store, indices)
-        return _Copying(store, indices, self.threads)
+        ahead, self._ahead = self._ahead, None
+        return _Copying(store, indices, self.threads, ahead)
 
     def _chunks(self, epoch: int) -> Iterator[NDArray[np.int64]]:
         """The indices of each batch of an epoch."""
@@ -163,39 +172,68 @@ class Loader:
         return torch.Generator().manual_seed(int(state[0] >> np.uint64(1)))
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A batch in the making that is a copy of rows of `store`, and nothing else; made by process `owner`."""
+
+    store: StoreDataset
+    gathering: Gathering
+    batch: Batch
+    owner: int
+
+    def is_for(self, store: StoreDataset, indices: NDArray[np.int64]) -> bool:
+        """Whether it is what `store` gives for `indices`. Not in a child that was forked while a thread was copying."""
+        here = self.owner == os.getpid()
+        return here and self.store is store and self.gathering.positions == indices.tobytes()
+
+
 class _Copying:
     """The batches of one epoch in the making, each a copy of rows and nothing else.
 
     The threads are those of a `Queue` in C, and all that Python has to do is done in the loop: a thread that needs the
-    interpreter gets it 3 to 4 ms late where the training loop keeps every core busy.
+    interpreter gets it 3 to 4 ms late where the training loop keeps every core busy. `ahead` is a batch that was begun
+    before, perhaps the first one.
     """
 
-    def __init__(self, store: StoreDataset, indices: NDArray[np.int64] | None, threads: int) -> None:
-        self._store, self._indices = store, indices
+    def __init__(
+        self, store: StoreDataset, indices: NDArray[np.int64] | None, threads: int, ahead: _Begun | None
+    ) -> None:
+        self._store, self._indices, self._ahead = store, indices, ahead
         self._queue = open_queue(threads)
-        self._begun: deque[tuple[Gathering, Batch] | Exception] = deque()
+        self._begun: deque[_Begun | Exception] = deque()
+        self._for_later: _Begun | None = None
 
     def begin(self, number: int, indices: NDArray[np.int64]) -> None:
         """The next batch, the items at `indices`."""
         try:
-            gathering, batch = self._store._begin_batch(indices if self._indices is None else self._indices[indices])
+            if self._indices is not None:
+                indices = self._indices[indices]
+            begun, self._ahead = self._ahead, None
+            if begun is None or not begun.is_for(self._store, indices):
+                begun = _Begun(self._store, *self._store._begin_batch(indices), os.getpid())
+            self._queue.hand_over(begun.gathering)
+            self._begun.append(begun)
         except Exception as error:  # noqa: BLE001  # raised in the loop when it is this batch's turn: those before it are right
             self._begun.append(error)
-        else:
-            self._queue.hand_over(gathering)
-            self._begun.append((gathering, batch))
+
+    def begin_ahead(self, indices: NDArray[np.int64]) -> None:
+        """The first batch of the next epoch, which nobody asks for here."""
+        self.begin(0, indices)
+        last = self._begun.pop()
+        self._for_later = None if isinstance(last, Exception) else last  # raised where somebody asks
 
     def result(self) -> list[Any]:
         """The oldest batch. A loop that would have to wait for it takes part in copying it."""
         oldest = self._begun.popleft()
         if isinstance(oldest, Exception):
             raise oldest
-        gathering, batch = oldest
-        self._queue.finish(gathering)
-        return batch.parts
+        self._queue.finish(oldest.gathering)
+        return oldest.batch.parts
 
-    def close(self) -> None:
+    def close(self) -> _Begun | None:
+        """What was begun ahead; it may not be there yet."""
         self._queue.close()
+        return self._for_later
 
 
 @dataclass
@@ -265,6 +303,7 @@ class _Making:
         return oldest.future.result()
 
     def close(self) -> None:
+        """End the threads."""
         if not self._is_inherited:
             self._pool.shutdown(cancel_futures=True)
         if self._queue is not None:

@@ -298,6 +298,38 @@ class TestQueue:
         queue.finish(batches.gatherings[0])
         assert batches.is_there(0)
 
+    def test_what_a_closed_queue_has_begun_goes_on_in_another(self) -> None:
+        """No row is copied twice, none is left out, and the first queue knows nothing any more."""
+        batches = Batches(30)
+        for another in (1, 0):
+            for out in batches.outs:
+                out[:] = 0
+            first, second = open_queue(1), open_queue(another)
+            gatherings = [
+                batches.rows.in_c.gathering(positions, out)
+                for positions, out in zip(batches.positions, batches.outs, strict=True)
+            ]
+            for each in gatherings:
+                first.hand_over(each)
+            while not gatherings[1].begun:
+                pass
+            first.close()
+            assert first.waiting == 0
+            done = [each.begun for each in gatherings]
+            assert sum(done) < sum(map(len, gatherings))
+            for out, begun in zip(batches.outs, done, strict=True):
+                assert out[: begun * 12_288].any() == bool(begun)
+                out[: begun * 12_288] = 0
+            for each in gatherings:
+                second.hand_over(each)
+            for each in gatherings:
+                second.finish(each)
+            for number, begun in enumerate(done):
+                out = batches.outs[number].reshape(-1, 12_288)
+                assert not out[:begun].any()
+                assert np.array_equal(out[begun:], batches.table[batches.positions[number][begun:]])
+            second.close()
+
     def test_what_is_in_it_stays(self, queue: Queue) -> None:
         """Also where nobody waits for it, until the queue goes."""
         batches = Batches(5)

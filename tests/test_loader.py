@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -133,7 +135,8 @@ class TestMemory:
 
         monkeypatch.setattr(buffers.weakref, "ref", at_once)
         batches = list(Loader(dataset, 4))
-        assert not torch.equal(batches[0][0].permute(0, 2, 3, 1)[3], torch.from_numpy(RECORDS[3].pixels))
+        # Not the first batch, which is the first of the next epoch, too, and so was copied last.
+        assert not torch.equal(batches[1][0].permute(0, 2, 3, 1)[3], torch.from_numpy(RECORDS[7].pixels))
 
     def test_memory_is_used_again(self, dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
         pool = buffers.BufferPool()
@@ -178,6 +181,170 @@ class TestMemory:
     def test_in_process_dataloader_uses_memory_again_too(self, dataset: Dataset) -> None:
         places = {images.data_ptr() for _ in range(5) for images, _ in DataLoader(dataset, 10, drop_last=True)}
         assert len(places) <= 4
+
+
+class Begun:
+    """Counts the batches that stores begin to copy."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        begin = StoreDataset._begin_batch
+
+        def counted(store: StoreDataset, indices: np.ndarray) -> tuple:
+            self.count += 1
+            return begin(store, indices)
+
+        monkeypatch.setattr(StoreDataset, "_begin_batch", counted)
+
+    def during(self, loader: Loader) -> int:
+        before = self.count
+        for _ in loader:
+            pass
+        return self.count - before
+
+
+def order_of(loader: Loader, epoch: int, **changed: object) -> list[int]:
+    arguments = {"shuffle": loader.shuffle, "drop_last": loader.drop_last, "seed": loader.seed, **changed}
+    fresh = Loader(
+        arguments.pop("dataset", loader.dataset), arguments.pop("batch_size", loader.batch_size), **arguments
+    )
+    fresh.set_epoch(epoch)
+    return indices_of(fresh)
+
+
+@pytest.mark.skipif(compiled() is None, reason="packshift was installed where there is no C compiler")
+class TestAhead:
+    """The first batch of an epoch is copied during the last steps of the one before."""
+
+    @pytest.mark.parametrize("threads", [1, 3])
+    @pytest.mark.parametrize("batch_size", [4, 60, 200])
+    def test_it_is_begun_once(
+        self, dataset: Dataset, monkeypatch: pytest.MonkeyPatch, threads: int, batch_size: int
+    ) -> None:
+        begun = Begun(monkeypatch)
+        loader = Loader(dataset, batch_size, shuffle=True, threads=threads)
+        assert [begun.during(loader) for _ in range(3)] == [len(loader) + 1, len(loader), len(loader)]
+        assert indices_of(loader) == order_of(loader, 3)
+
+    def test_it_is_the_batch_that_was_copied(self, dataset: Dataset) -> None:
+        loader = Loader(dataset, 10, shuffle=True)
+        indices_of(loader)
+        kept = loader._ahead.batch.parts[0]
+        (images, _), *rest = loader
+        assert images.data_ptr() == kept.data_ptr()
+        assert indices_of([(images, torch.tensor([RECORDS[index_of(image)].label for image in images]))]) + indices_of(
+            rest
+        ) == order_of(loader, 1)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda loader: loader.set_epoch(7),
+            lambda loader: setattr(loader, "batch_size", 9),
+            lambda loader: setattr(loader, "batch_size", 11),
+            lambda loader: setattr(loader, "shuffle", False),
+            lambda loader: setattr(loader, "seed", 4),
+            lambda loader: setattr(loader, "dataset", Subset(loader.dataset, list(range(100, 3, -1)))),
+            lambda loader: setattr(loader, "dataset", open_dataset(loader.dataset.path)),
+            lambda loader: loader.dataset.close(),
+            lambda loader: setattr(loader, "threads", 3),
+            lambda loader: setattr(loader, "transform", torch.clone),
+        ],
+    )
+    def test_what_has_changed_meanwhile_counts(self, dataset: Dataset, change: Callable) -> None:
+        loader = Loader(dataset, 10, shuffle=True, seed=3)
+        indices_of(loader)
+        change(loader)
+        epoch = loader._epoch
+        for later in (epoch, epoch + 1):
+            assert indices_of(loader) == order_of(loader, later)
+
+    def test_a_subset_whose_indices_change(self, dataset: Dataset) -> None:
+        part = Subset(dataset, list(range(50)))
+        loader = Loader(part, 10)
+        assert indices_of(loader) == list(range(50))
+        part.indices[3] = 77
+        assert indices_of(loader) == [0, 1, 2, 77, *range(4, 50)]
+
+    def test_another_store_of_the_same_length(self, dataset: Dataset, tmp_path: Path) -> None:
+        other = open_dataset(write_store(tmp_path / "other", "lmdb", RECORDS[::-1]))
+        loader = Loader(dataset, 10)
+        indices_of(loader)
+        loader.dataset = other
+        assert indices_of(loader) == list(range(COUNT))[::-1]
+
+    def test_a_sampler_is_asked_when_its_epoch_begins(self, dataset: Dataset) -> None:
+        class Counting(list):
+            asked = 0
+
+            def __iter__(self) -> Iterator[int]:
+                self.asked += 1
+                return super().__iter__()
+
+        sampler = Counting(range(30))
+        for epoch in range(3):
+            indices_of(Loader(dataset, 10, sampler=sampler))
+            assert sampler.asked == epoch + 1
+        loader = Loader(dataset, 10, sampler=sampler)
+        indices_of(loader)
+        assert loader._ahead is None
+
+    def test_an_error_is_raised_in_the_epoch_that_it_belongs_to(
+        self, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begin, begun = StoreDataset._begin_batch, []
+
+        def begin_eleven(store: StoreDataset, indices: np.ndarray) -> tuple:
+            begun.append(indices)
+            if len(begun) > 11:
+                raise OSError("the disk is gone")
+            return begin(store, indices)
+
+        monkeypatch.setattr(StoreDataset, "_begin_batch", begin_eleven)
+        loader = Loader(dataset, 10)
+        assert indices_of(loader) == list(range(COUNT))
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(iter(loader))
+
+    def test_threads_end_with_the_epoch(self, dataset: Dataset) -> None:
+        loader = Loader(dataset, 10, threads=3)
+        for _ in range(3):
+            indices_of(loader)
+            assert loader._ahead is not None
+            assert loader_threads() == 0
+
+    def test_leaving_the_loop_early_keeps_nothing(self, dataset: Dataset) -> None:
+        loader = Loader(dataset, 10)
+        for _ in loader:
+            break
+        gc.collect()
+        assert loader._ahead is None
+        assert indices_of(loader) == list(range(COUNT))
+
+    def test_a_copy_of_the_loader_has_none(self, dataset: Dataset) -> None:
+        loader = Loader(dataset, 10, shuffle=True)
+        indices_of(loader)
+        for another in (copy.copy(loader), pickle.loads(pickle.dumps(loader))):
+            assert another._ahead is None
+            assert indices_of(another) == order_of(loader, 1)
+        assert indices_of(loader) == order_of(loader, 1)
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+    def test_a_child_that_is_forked_meanwhile_copies_it_again(self, dataset: Dataset) -> None:
+        """A thread of its parent may have been copying it."""
+        loader = Loader(dataset, 10)
+        indices_of(loader)
+        loader._ahead.batch._images[:] = 0  # as if it had copied nothing
+        child = os.fork()
+        if child == 0:
+            try:
+                pictures = [image for images, _ in loader for image in images.permute(0, 2, 3, 1).numpy()]
+                expected = [record.pixels for record in RECORDS]
+                os._exit(0 if all(np.array_equal(*pair) for pair in zip(pictures, expected, strict=True)) else 1)
+            finally:
+                os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not next(iter(loader))[0].any(), "the parent has not used it"
 
 
 class TestTransform:

@@ -577,7 +577,9 @@ class TestOtherWays:
         self, lmdb_dataset: Dataset, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(slots, "MOST_SLOTS", 0)
-        shared = DataLoader(lmdb_dataset, 4, num_workers=1, multiprocessing_context="fork", collate_fn=images_are_shared)
+        shared = DataLoader(
+            lmdb_dataset, 4, num_workers=1, multiprocessing_context="fork", collate_fn=images_are_shared
+        )
         assert all(shared)
 
     def test_without_memfd(self, lmdb_dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
