@@ -259,6 +259,19 @@ class TestAhead:
         for later in (epoch, epoch + 1):
             assert indices_of(loader) == order_of(loader, later)
 
+    def test_it_is_given_once(self, dataset: Dataset) -> None:
+        loader = Loader(Subset(dataset, [4, 5, 6] * 5), 3)
+        for _ in range(3):
+            batches = list(loader)
+            assert indices_of(batches) == [4, 5, 6] * 5
+            assert len({images.data_ptr() for images, _ in batches}) == 5
+
+    def test_two_iterations_of_the_same_epoch_share_nothing(self, dataset: Dataset) -> None:
+        loader = Loader(dataset, 10)
+        indices_of(loader)
+        firsts = [next(iter(loader))[0] for _ in range(2)]
+        assert firsts[0].data_ptr() != firsts[1].data_ptr()
+
     def test_a_subset_whose_indices_change(self, dataset: Dataset) -> None:
         part = Subset(dataset, list(range(50)))
         loader = Loader(part, 10)
