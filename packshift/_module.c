@@ -100,9 +100,8 @@ static int put_list(Gathering *gathering, PyObject *list, int64_t length)
             PyErr_Format(PyExc_TypeError, "expected positions that are int, got %.100s", Py_TYPE(item)->tp_name);
             return 0;
         }
-        int overflow;
-        long long position = PyLong_AsLongLongAndOverflow(item, &overflow);
-        if (!put_position(gathering, place, overflow ? -1 : position, length))
+        int too_long; /* then it gives -1, which is no position either */
+        if (!put_position(gathering, place, PyLong_AsLongLongAndOverflow(item, &too_long), length))
             return 0;
     }
     return 1;

@@ -50,8 +50,9 @@ class Loader:
     depend on it and on the epoch alone; without, it is drawn from torch's default generator. Each iteration is the next
     epoch; `set_epoch` chooses one, as on resuming. `pin_memory` copies batches to page-locked memory where there is a GPU.
 
-    A batch stays valid as long as anything refers to it; its memory is used again afterwards. An exception in a thread
-    is raised in the loop; leaving the loop stops the threads. Raises UsageError for arguments that cannot be right.
+    Without a sampler or a transform, the first batch of an epoch is read during the last steps of the one before, and kept
+    until then. A batch stays valid as long as anything refers to it; its memory is used again afterwards. An exception in
+    a thread is raised in the loop; leaving the loop stops the threads. Raises UsageError for arguments that cannot be right.
     """
 
     def __init__(
@@ -217,7 +218,8 @@ class _Copying:
             self._begun.append(error)
 
     def begin_ahead(self, indices: NDArray[np.int64]) -> None:
-        """The first batch of the next epoch, which nobody asks for here."""
+        """The first batch of the next epoch, which nobody asks for here: there it would be waited for, 38 MB of 256 pictures
+        for 4 ms."""
         self.begin(0, indices)
         last = self._begun.pop()
         self._for_later = None if isinstance(last, Exception) else last  # raised where somebody asks

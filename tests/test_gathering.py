@@ -157,6 +157,9 @@ class TestGathering:
         positions, out = np.array([2, 0, 8]), np.empty((3, 100), np.uint8)
         gathering = compiled().Rows(self.rows).gathering(positions, out)
         positions[:] = 10**9
+        gone = weakref.ref(positions)
+        del positions
+        assert gone() is None
         gathering.run(1)
         assert np.array_equal(out, self.rows[[2, 0, 8]])
         assert gathering.begun == 3
@@ -165,6 +168,9 @@ class TestGathering:
         values = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 9)
         picked = self.gathering([2, 0, 8]).pick(values)
         assert np.frombuffer(picked, np.int64).tolist() == values[[2, 0, 8]].tolist()
+        gone = weakref.ref(values)
+        del values
+        assert gone() is None
 
     @pytest.mark.parametrize("values", [np.arange(8), np.arange(9, dtype=np.int32), np.arange(9.0), np.zeros((9, 1))])
     def test_values_of_another_kind(self, values: object) -> None:
@@ -186,9 +192,12 @@ class TestGathering:
         rows, out = self.rows.copy(), np.empty((3, 100), np.uint8)
         gone = weakref.ref(rows), weakref.ref(out)
         in_c = compiled().Rows(rows)
-        for positions in ([2, 0, 9], [2, 0], [2, 0, None], np.array([2, 0, 9]), np.array([2.0])):
+        wrong = np.array([2, 0, 9]), np.array([2.0])
+        gone += tuple(map(weakref.ref, wrong))
+        for positions in ([2, 0, 9], [2, 0], [2, 0, None], *wrong):
             with pytest.raises((IndexError, TypeError, ValueError)):
                 in_c.gathering(positions, out)
+        del positions, wrong
         del in_c, rows, out
         assert all(array() is None for array in gone)
 
@@ -297,6 +306,14 @@ class TestQueue:
             queue.hand_over(batches.gatherings[0])
         queue.finish(batches.gatherings[0])
         assert batches.is_there(0)
+
+    def test_what_was_in_it_goes_with_it(self) -> None:
+        batches, queue = Batches(5), open_queue(1)
+        gone = [weakref.ref(out) for out in batches.outs]
+        for each in batches.gatherings:
+            queue.hand_over(each)
+        del batches, each, queue
+        assert all(out() is None for out in gone)
 
     def test_what_a_closed_queue_has_begun_goes_on_in_another(self) -> None:
         """No row is copied twice, none is left out, and the first queue knows nothing any more."""
