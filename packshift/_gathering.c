@@ -21,16 +21,28 @@
 #include <emmintrin.h>
 #endif
 
+/* Whether what is read should be fetched ahead by instruction, around the cache as what is written: on AMD's processors (Zen)
+   a worker of a DataLoader then takes 13 % less time for 64 pictures of 224 pixels, since the interpreter's memory stays in the
+   cache; on Intel's (Xeon) copying takes twice as long. */
+#if defined(__SSE2__) && defined(__GNUC__)
+#define FETCHES_AHEAD __builtin_cpu_is("amd")
+#else
+#define FETCHES_AHEAD 0
+#endif
+
 #define TOGETHER 6      /* 4 and 8 rows were slower */
 #define STEP 128        /* bytes of each row in turn */
+#define AHEAD 512       /* bytes: 256 was slower, 1024 and 2048 were not better */
 #define PIECE (1 << 20) /* bytes that one who takes part copies at a time, about: 0.1 ms */
 #define MOST_THREADS 8
 #define LINE 64         /* of cache: one that is written around it in two parts is slower than not around it */
 
 /* `to` begins a line of cache. */
-INLINE void copy_step(const uint8_t *from, uint8_t *to)
+INLINE void copy_step(const uint8_t *from, uint8_t *to, int fetch_ahead)
 {
 #ifdef __SSE2__
+    for (size_t line = 0; fetch_ahead && line < STEP; line += LINE)
+        _mm_prefetch((const char *)from + AHEAD + line, _MM_HINT_NTA);
     __m128i held[STEP / 16];
     for (size_t part = 0; part < STEP / 16; part++)
         held[part] = _mm_loadu_si128((const __m128i *)(from + 16 * part));
@@ -41,8 +53,8 @@ INLINE void copy_step(const uint8_t *from, uint8_t *to)
 #endif
 }
 
-/* Rows of `n` bytes, `count` of them, a constant where this is called. */
-INLINE void copy_rows(const uint8_t *const *rows, size_t count, size_t n, uint8_t *out)
+/* Rows of `n` bytes, `count` of them, a constant where this is called, as `fetch_ahead` is. */
+INLINE void copy_rows(const uint8_t *const *rows, size_t count, size_t n, uint8_t *out, int fetch_ahead)
 {
     const uint8_t *from[TOGETHER];
     uint8_t *to[TOGETHER];
@@ -59,25 +71,26 @@ INLINE void copy_rows(const uint8_t *const *rows, size_t count, size_t n, uint8_
     }
     for (size_t step = 0; step < steps; step++)
         for (size_t row = 0; row < count; row++)
-            copy_step(from[row] + step * STEP, to[row] + step * STEP);
+            copy_step(from[row] + step * STEP, to[row] + step * STEP, fetch_ahead);
     for (size_t row = 0; row < count; row++)
         memcpy(to[row] + steps * STEP, from[row] + steps * STEP, left[row] - steps * STEP);
 }
 
-INLINE void copy(const uint8_t *const *rows, size_t count, size_t n, uint8_t *out)
+INLINE void copy(const uint8_t *const *rows, size_t count, size_t n, uint8_t *out, int fetch_ahead)
 {
     switch (count) {
-    case 1: copy_rows(rows, 1, n, out); break;
-    case 2: copy_rows(rows, 2, n, out); break;
-    case 3: copy_rows(rows, 3, n, out); break;
-    case 4: copy_rows(rows, 4, n, out); break;
-    case 5: copy_rows(rows, 5, n, out); break;
-    case 6: copy_rows(rows, 6, n, out); break;
+    case 1: copy_rows(rows, 1, n, out, fetch_ahead); break;
+    case 2: copy_rows(rows, 2, n, out, fetch_ahead); break;
+    case 3: copy_rows(rows, 3, n, out, fetch_ahead); break;
+    case 4: copy_rows(rows, 4, n, out, fetch_ahead); break;
+    case 5: copy_rows(rows, 5, n, out, fetch_ahead); break;
+    case 6: copy_rows(rows, 6, n, out, fetch_ahead); break;
     }
 }
 
 static void copy_until(struct batch *batch, const _Atomic int *stop)
 {
+    int fetch_ahead = FETCHES_AHEAD;
     size_t n = batch->n, count = batch->count;
     size_t piece = n < PIECE / TOGETHER ? PIECE / TOGETHER / (n ? n : 1) * TOGETHER : TOGETHER;
     size_t begin;
@@ -88,7 +101,10 @@ static void copy_until(struct batch *batch, const _Atomic int *stop)
             const uint8_t *rows[TOGETHER];
             for (size_t row = 0; row < together; row++)
                 rows[row] = batch->first + (size_t)batch->positions[place + row] * batch->stride;
-            copy(rows, together, n, batch->out + place * n);
+            if (fetch_ahead)
+                copy(rows, together, n, batch->out + place * n, 1);
+            else
+                copy(rows, together, n, batch->out + place * n, 0);
         }
     }
 #ifdef __SSE2__
