@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,9 +49,10 @@ class Loader:
     depend on it and on the epoch alone; without, it is drawn from torch's default generator. Each iteration is the next
     epoch; `set_epoch` chooses one, as on resuming. `pin_memory` copies batches to page-locked memory where there is a GPU.
 
-    Without a sampler or a transform, the first batch of an epoch is read during the last steps of the one before, and kept
-    until then. A batch stays valid as long as anything refers to it; its memory is used again afterwards. An exception in
-    a thread is raised in the loop; leaving the loop stops the threads. Raises UsageError for arguments that cannot be right.
+    Without a sampler or a transform, the first batches of an epoch are read during the last steps of the one before, and
+    kept until then. A batch stays valid as long as anything refers to it; its memory is used again afterwards. An exception
+    in a thread is raised in the loop; leaving the loop stops the threads. Raises UsageError for arguments that cannot be
+    right.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class Loader:
         self.transform = transform
         self.seed = int(torch.empty((), dtype=torch.int64).random_()) if seed is None else operator.index(seed)
         self._epoch = 0
-        self._ahead: _Begun | None = None
+        self._ahead: list[_Begun] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ahead": None}
+        return {**self.__dict__, "_ahead": []}
 
     def __len__(self) -> int:
         """Number of batches in an epoch."""
@@ -116,10 +116,10 @@ class Loader:
                 if begun > self.threads * self.prefetch:
                     begun -= 1
                     yield making.result()
-            if isinstance(making, _Copying) and self.sampler is None:
-                for indices in islice(self._chunks(epoch + 1), 1):
-                    making.begin_ahead(indices)
+            following = self._chunks(epoch + 1) if self.sampler is None else iter(())
             for _ in range(begun):
+                if isinstance(making, _Copying):
+                    making.begin_ahead(following)
                 yield making.result()
         finally:
             self._ahead = making.close()
@@ -130,7 +130,7 @@ class Loader:
             return _Making(self, epoch, None, None)
         if self.transform is not None or self._pins:
             return _Making(self, epoch, store, indices)
-        ahead, self._ahead = self._ahead, None
+        ahead, self._ahead = self._ahead, []
         return _Copying(store, indices, self.threads, ahead)
 
     def _chunks(self, epoch: int) -> Iterator[NDArray[np.int64]]:
@@ -192,37 +192,41 @@ class _Copying:
     """The batches of one epoch in the making, each a copy of rows and nothing else.
 
     The threads are those of a `Queue` in C, and all that Python has to do is done in the loop: a thread that needs the
-    interpreter gets it 3 to 4 ms late where the training loop keeps every core busy. `ahead` is a batch that was begun
-    before, perhaps the first one.
+    interpreter gets it 3 to 4 ms late where the training loop keeps every core busy. `ahead` are batches that were begun
+    before, perhaps the first ones.
     """
 
     def __init__(
-        self, store: StoreDataset, indices: NDArray[np.int64] | None, threads: int, ahead: _Begun | None
+        self, store: StoreDataset, indices: NDArray[np.int64] | None, threads: int, ahead: Iterable[_Begun]
     ) -> None:
-        self._store, self._indices, self._ahead = store, indices, ahead
+        self._store, self._indices, self._ahead = store, indices, deque(ahead)
         self._queue = open_queue(threads)
         self._begun: deque[_Begun | Exception] = deque()
-        self._for_later: _Begun | None = None
+        self._for_later: list[_Begun] = []
 
     def begin(self, number: int, indices: NDArray[np.int64]) -> None:
         """The next batch, the items at `indices`."""
         try:
             if self._indices is not None:
                 indices = self._indices[indices]
-            begun, self._ahead = self._ahead, None
+            begun = self._ahead.popleft() if self._ahead else None
             if begun is None or not begun.is_for(self._store, indices):
+                self._ahead.clear()
                 begun = _Begun(self._store, *self._store._begin_batch(indices), os.getpid())
             self._queue.hand_over(begun.gathering)
             self._begun.append(begun)
         except Exception as error:  # noqa: BLE001  # raised in the loop when it is this batch's turn: those before it are right
             self._begun.append(error)
 
-    def begin_ahead(self, indices: NDArray[np.int64]) -> None:
-        """The first batch of the next epoch, which nobody asks for here: there it would be waited for, 38 MB of 256 pictures
-        for 4 ms."""
-        self.begin(0, indices)
-        last = self._begun.pop()
-        self._for_later = None if isinstance(last, Exception) else last  # raised where somebody asks
+    def begin_ahead(self, following: Iterator[NDArray[np.int64]]) -> None:
+        """The next batch of the next epoch, if there is one. Nobody asks for it here; there it would be waited for, 38 MB of
+        256 pictures for 4 ms."""
+        for indices in following:
+            self.begin(0, indices)
+            last = self._begun.pop()
+            if not isinstance(last, Exception):  # which is raised where somebody asks
+                self._for_later.append(last)
+            break
 
     def result(self) -> list[Any]:
         """The oldest batch. A loop that would have to wait for it takes part in copying it."""
@@ -232,7 +236,7 @@ class _Copying:
         self._queue.finish(oldest.gathering)
         return oldest.batch.parts
 
-    def close(self) -> _Begun | None:
+    def close(self) -> list[_Begun]:
         """What was begun ahead; it may not be there yet."""
         self._queue.close()
         return self._for_later
@@ -304,12 +308,13 @@ class _Making:
                 _make_one_here((oldest, *self._begun))
         return oldest.future.result()
 
-    def close(self) -> None:
+    def close(self) -> list[_Begun]:
         """End the threads."""
         if not self._is_inherited:
             self._pool.shutdown(cancel_futures=True)
         if self._queue is not None:
             self._queue.close()
+        return []
 
 
 def _copied(queue: Queue, gathering: Gathering, batch: Batch) -> list[Any]:
