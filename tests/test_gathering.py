@@ -249,6 +249,20 @@ class Batches:
         return np.array_equal(self.outs[number].reshape(expected.shape), expected)
 
 
+def begun_in_part() -> Batches:
+    """By a queue that was closed meanwhile; again where its thread had done everything before that."""
+    while True:
+        batches, queue = Batches(30), open_queue(1)
+        for each in batches.gatherings:
+            queue.hand_over(each)
+        while not batches.gatherings[1].begun:
+            pass
+        queue.close()
+        assert queue.waiting == 0
+        if batches.gatherings[-1].begun == 0:
+            return batches
+
+
 @pytest.fixture(params=[0, 1, 2, 8])
 def queue(request: pytest.FixtureRequest) -> Iterator[Queue]:
     queue = open_queue(request.param)
@@ -315,37 +329,24 @@ class TestQueue:
         del batches, each, queue
         assert all(out() is None for out in gone)
 
-    def test_what_a_closed_queue_has_begun_goes_on_in_another(self) -> None:
+    @pytest.mark.parametrize("threads", [0, 1])
+    def test_what_a_closed_queue_has_begun_goes_on_in_another(self, threads: int) -> None:
         """No row is copied twice, none is left out, and the first queue knows nothing any more."""
-        batches = Batches(30)
-        for another in (1, 0):
-            for out in batches.outs:
-                out[:] = 0
-            first, second = open_queue(1), open_queue(another)
-            gatherings = [
-                batches.rows.in_c.gathering(positions, out)
-                for positions, out in zip(batches.positions, batches.outs, strict=True)
-            ]
-            for each in gatherings:
-                first.hand_over(each)
-            while not gatherings[1].begun:
-                pass
-            first.close()
-            assert first.waiting == 0
-            done = [each.begun for each in gatherings]
-            assert sum(done) < sum(map(len, gatherings))
-            for out, begun in zip(batches.outs, done, strict=True):
-                assert out[: begun * 12_288].any() == bool(begun)
-                out[: begun * 12_288] = 0
-            for each in gatherings:
-                second.hand_over(each)
-            for each in gatherings:
-                second.finish(each)
-            for number, begun in enumerate(done):
-                out = batches.outs[number].reshape(-1, 12_288)
-                assert not out[:begun].any()
-                assert np.array_equal(out[begun:], batches.table[batches.positions[number][begun:]])
-            second.close()
+        batches = begun_in_part()
+        done = [each.begun for each in batches.gatherings]
+        for out, begun in zip(batches.outs, done, strict=True):
+            assert out[: begun * 12_288].any() == bool(begun)
+            out[: begun * 12_288] = 0
+        queue = open_queue(threads)
+        for each in batches.gatherings:
+            queue.hand_over(each)
+        for each in batches.gatherings:
+            queue.finish(each)
+        for number, begun in enumerate(done):
+            out = batches.outs[number].reshape(-1, 12_288)
+            assert not out[:begun].any()
+            assert np.array_equal(out[begun:], batches.table[batches.positions[number][begun:]])
+        queue.close()
 
     def test_what_is_in_it_stays(self, queue: Queue) -> None:
         """Also where nobody waits for it, until the queue goes."""
