@@ -9,6 +9,12 @@ import os
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # for those who name the types
+    from packshift._compiled import Gathering as Gathering
+    from packshift._compiled import Queue as Queue
+    from packshift._compiled import Rows as Rows
 
 _INTERFACE = 5
 """`INTERFACE` of _compiling.h: changes with everything that _compiled.pyi says."""

@@ -32,7 +32,7 @@ from packshift.sources._labelling import STRING
 from packshift.stores._reader import Reader
 
 if TYPE_CHECKING:
-    from packshift._compiled import Gathering
+    from packshift.compiled import Gathering
 
 Transform = Callable[[Any], Any]
 Item = tuple[Any, Any]

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from packshift.compiled import compiled
 
 if TYPE_CHECKING:
-    from packshift._compiled import Queue
-    from packshift._compiled import Rows as RowsInC
+    from packshift.compiled import Queue
+    from packshift.compiled import Rows as RowsInC
 
 _WORTH_A_THREAD = 2 << 20
 """Bytes: about 0.2 ms of copying, where starting a thread takes 0.02."""

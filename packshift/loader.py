@@ -35,7 +35,7 @@ from packshift.machine import usable_cpus
 from packshift.transforms import apply
 
 if TYPE_CHECKING:
-    from packshift._compiled import Gathering, Queue
+    from packshift.compiled import Gathering, Queue
 
 
 class Loader:

@@ -23,7 +23,7 @@ from packshift.compiled import compiled
 from packshift.gathering import Rows, open_queue
 
 if TYPE_CHECKING:
-    from packshift._compiled import Gathering, Queue
+    from packshift.compiled import Gathering, Queue
 
 
 @pytest.fixture(params=["C", "torch"])
