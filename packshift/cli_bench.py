@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,11 +14,16 @@ from packshift.cli_shared import echo, print_json, quiet_option
 from packshift.errors import TargetError
 from packshift.stores import format_names
 
+if TYPE_CHECKING:
+    _Type = click.ParamType[Any]
+else:
+    _Type = click.ParamType  # generic since click 8.4 only
 
-class _List(click.ParamType[Any]):
+
+class _List(_Type):
     """Values separated by commas, each of type `kind`."""
 
-    def __init__(self, kind: click.ParamType[Any], name: str) -> None:
+    def __init__(self, kind: _Type, name: str) -> None:
         self.name = name
         self._kind = kind
 
