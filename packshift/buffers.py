@@ -8,6 +8,7 @@ the memory any more.
 
 from __future__ import annotations
 
+import atexit
 import os
 import weakref
 from collections import deque
@@ -75,6 +76,12 @@ class BufferPool:
         """Keep at least so many idle buffers from now on: what comes back at the end of an epoch is wanted in the next."""
         self._most_idle = max(self._most_idle, count)
 
+    def forget_what_is_lent(self) -> None:
+        """Let it go to the system, not come back here, when nothing can see it any more."""
+        for buffer in list(self._lent):
+            buffer.lent = None
+        self._lent.clear()
+
     @property
     def idle_bytes(self) -> int:
         """Bytes in buffers that wait to be used."""
@@ -87,6 +94,12 @@ _pool = BufferPool()
 def shared_pool() -> BufferPool:
     """The pool of this process."""
     return _pool
+
+
+@atexit.register
+def _forget_what_is_lent() -> None:
+    """At the end of Python batches may outlive what `_give_back` needs."""
+    _pool.forget_what_is_lent()
 
 
 def _forget_in_child() -> None:

@@ -23,6 +23,7 @@ Where there is no memfd or /proc (macOS), or all slots are taken, a batch goes t
 
 from __future__ import annotations
 
+import atexit
 import mmap
 import os
 import select
@@ -396,6 +397,13 @@ def _sweep() -> None:
         if not peer.held and peer.is_gone():
             del _peers[key]
             peer.close()
+
+
+@atexit.register
+def _forget_what_was_lent() -> None:
+    """At the end of Python batches may outlive what `_give_back` needs; the system takes the slots back by itself."""
+    for peer in list(_peers.values()):
+        peer.watched.clear()
 
 
 _watch_of_this_fork: _ForkWatch | None = None

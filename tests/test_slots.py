@@ -28,7 +28,7 @@ import torch
 from helpers import make_records, write_store
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate, random_split
 
-from packshift import LMDBDataset, batches, open_dataset, slots
+from packshift import LMDBDataset, batches, buffers, open_dataset, slots
 from packshift.stores import format_names
 
 pytestmark = pytest.mark.skipif(
@@ -659,6 +659,34 @@ def test_nothing_is_left_however_it_ends(lmdb_dataset: Dataset, tmp_path: Path) 
     while any(os.path.exists(f"/proc/{pid}") for each in pids for pid in each):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_batches_that_outlive_python_are_not_given_back(lmdb_dataset: Dataset, tmp_path: Path, count: int) -> None:
+    """By then names of modules may be gone. What is registered first runs last."""
+    script = tmp_path / "train.py"
+    script.write_text(f"""
+import atexit
+
+def at_last():
+    vars(buffers).clear()
+    vars(slots).clear()
+    batches.clear()
+
+atexit.register(at_last)
+from torch.utils.data import DataLoader
+from packshift import buffers, open_dataset, slots
+
+if __name__ == "__main__":
+    batches = list(DataLoader(open_dataset({lmdb_dataset.path!r}), 16, num_workers={count}))
+    in_slots = sum(len(peer.held) for peer in slots._peers.values())
+    in_buffers = len(buffers.shared_pool()._lent)
+    print(in_slots, in_buffers)
+""")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    in_slots, in_buffers = map(int, done.stdout.split())
+    assert (in_slots > 4, in_buffers > buffers.MOST_IDLE) == (count > 0, count == 0)
 
 
 def test_memory_of_ended_workers_is_given_back(lmdb_dataset: Dataset) -> None:
