@@ -273,7 +273,7 @@ class _Making:
                 gathering, batch = self._store._begin_batch(
                     indices if self._indices is None else self._indices[indices]
                 )
-            except Exception as error:  # noqa: BLE001  # as in _Copying
+            except Exception as error:  # noqa: BLE001  # raised in the loop when it is this batch's turn: those before it are right
                 self._begun.append(_Task(partial(_raise, error)))
                 return
             self._queue.hand_over(gathering)

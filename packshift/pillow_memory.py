@@ -28,7 +28,7 @@ def picture_on(pixels: Memory, mode: str) -> Picture:
 
     size = (pixels.shape[1], pixels.shape[0])
     picture = Image.new(mode, (0, 0))
-    picture = picture._new(Image.core.map_buffer(pixels, size, "raw", 0, (mode, 0, 1)))  # type: ignore[attr-defined]  # private, so Pillow's types leave them out; `jpeg` tries them first
+    picture = picture._new(Image.core.map_buffer(pixels, size, "raw", 0, (mode, 0, 1)))  # type: ignore[attr-defined]  # private to Pillow, so not in its types; `jpeg` uses this only after a trial has given the right pixels
     picture.readonly = 1
     return picture
 

@@ -400,7 +400,7 @@ def _sweep() -> None:
 
 
 @atexit.register
-def _forget_what_was_lent() -> None:
+def _forget_what_is_lent() -> None:
     """At the end of Python batches may outlive what `_give_back` needs; the system takes the slots back by itself."""
     for peer in list(_peers.values()):
         peer.watched.clear()

@@ -31,7 +31,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "torch":
         monkeypatch.setattr(gathering, "compiled", lambda: None)
     elif compiled() is None:
-        pytest.skip("packshift was installed where there is no C compiler")
+        pytest.skip("the C part was not built (no C compiler) or is off (PACKSHIFT_TURBO=0)")
     return request.param
 
 
@@ -108,7 +108,10 @@ def test_rows_that_are_not_in_one_piece(way: str) -> None:
             Rows(rows)
 
 
-needs_c = pytest.mark.skipif(compiled() is None, reason="packshift was installed where there is no C compiler")
+needs_c = pytest.mark.skipif(
+    compiled() is None,
+    reason="the C part was not built (no C compiler) or is off (PACKSHIFT_TURBO=0)",
+)
 
 
 @needs_c

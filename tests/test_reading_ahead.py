@@ -62,7 +62,10 @@ def test_the_disk_is_waited_for_while_there_are_major_page_faults(
         assert [fresh.waits_for_disk() for _ in range(3)] == [True, False, False]
 
 
-@pytest.mark.skipif(compiled() is None, reason="packshift was installed where there is no C compiler")
+@pytest.mark.skipif(
+    compiled() is None,
+    reason="the C part was not built (no C compiler) or is off (PACKSHIFT_TURBO=0)",
+)
 def test_c_counts_the_same_page_faults() -> None:
     assert compiled().major_faults() == resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 

@@ -30,7 +30,7 @@ from packshift.settings import FITS, LARGEST_SIDE, Preprocessing
 
 needs_compiled = pytest.mark.skipif(
     compiled() is None or platform.machine() not in resampling._SAME_ARITHMETIC,
-    reason="packshift was installed where there is no C compiler, or not on x86-64",
+    reason="the C part was not built (no C compiler) or is off (PACKSHIFT_TURBO=0), or not on x86-64",
 )
 HANDS_OUT_MEMORY = tuple(map(int, pillow_version.split(".")[:2])) >= (11, 3)
 TURNS = {
